@@ -1,0 +1,5 @@
+"""`python -m relaxpack`."""
+
+from relaxpack.cli import main
+
+main()

@@ -1,0 +1,66 @@
+"""Every error a user can meet, with its exit code.
+
+    RelaxpackError (1)
+    ├── UsageError (2)            an option or argument makes no sense
+    ├── CheckpointError (3)       a checkpoint is missing, damaged or unsupported
+    │   ├── ConfigError           a config value is unknown, contradictory or unsupported
+    │   └── TokenizerError        tokenizer or chat template is missing or broken
+    ├── CompileError (4)          building failed
+    ├── BundleError (5)           a bundle is damaged, newer, or not a bundle
+    │   └── TargetMismatchError   the bundle is for another machine
+    ├── EnvironmentProblem (6)    a library or device is missing or of the wrong version
+    └── RequestError (7)          a generation request is invalid (HTTP 400)
+
+Messages say what is wrong, what was given, and what to do next. The CLI prints them as one line and exits with
+`exit_code`; anything else that escapes is a bug and shows a traceback.
+"""
+
+from __future__ import annotations
+
+
+class RelaxpackError(Exception):
+    """Base of all errors meant for a user."""
+
+    exit_code = 1
+
+
+class UsageError(RelaxpackError):
+    exit_code = 2
+
+
+class CheckpointError(RelaxpackError):
+    exit_code = 3
+
+
+class ConfigError(CheckpointError):
+    pass
+
+
+class TokenizerError(CheckpointError):
+    pass
+
+
+class CompileError(RelaxpackError):
+    exit_code = 4
+
+
+class BundleError(RelaxpackError):
+    exit_code = 5
+
+
+class TargetMismatchError(BundleError):
+    pass
+
+
+class EnvironmentProblem(RelaxpackError):
+    exit_code = 6
+
+
+class RequestError(RelaxpackError):
+    """`param` names the offending field in OpenAI's error shape."""
+
+    exit_code = 7
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param

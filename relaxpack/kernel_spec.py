@@ -1,0 +1,134 @@
+"""What the compiler asks of kernels, and the form in which kernels answer. Shared by passes (who ask) and
+schedules (who answer); neither imports the other.
+
+A `Kernel` is one or more PrimFuncs ("stages") over named buffers. The lowering pass turns every stage into one
+`call_tir` (or `call_tir_inplace` where a stage writes `pages`); temporaries become planned intermediates. All
+activations are row-major; rows are the symbolic int64 variable `t` (tokens of a step), sequences are `b`.
+
+Buffer names and types by operation (I = activation dtype of the spec, inputs first, then outputs):
+
+    linear       x I[t, K], weight (packed, see WeightLayout), [bias f32[N]], [residual I[t, N]]
+                 → y O[t, N]; with swiglu: N counts gate and up rows together and y is O[t, N/2]
+    embedding    token_ids i32[t], weight (packed) → y I[t, H]
+    rms_norm     x I[t, H], weight f32[H] → y I[t, H]
+    add_rms_norm x I[t, H], residual I[t, H], weight f32[H] → total I[t, H], y I[t, H]
+    rope_append  qkv I[t, (H+2KV)*D], rope_table f32[max_position, rotary_dim] (cos | sin halves), positions i32[t],
+                 slots i32[t], [q_norm f32[D], k_norm f32[D]], pages → (in place) pages, q I[t, H*D]
+    decode_attention   q I[t, H*D], pages, page_table i32[t, max_pages], lengths i32[t] → y I[t, H*D]
+    prefill_attention  q I[t, H*D], pages, page_table i32[b, max_pages], query_start i32[b+1], lengths i32[b]
+                       → y I[t, H*D]
+
+`pages` is kv_dtype[num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] (2 = keys, values; keys after RoPE),
+`num_pages` is the symbolic variable `p`. Stages that touch `pages` take the layer as a scalar int64 parameter named
+`layer`. slot = page_id * page_size + offset. `lengths` counts the tokens of a sequence including those of this step;
+query i of sequence s (row query_start[s] + i) sits at position lengths[s] - (query_start[s+1] - query_start[s]) + i
+and attends to keys at positions <= its own (and > own - window where the model has a sliding window).
+Page 0 is scratch: padded rows point at it and it never holds a live token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from relaxpack.weight_format import QuantizedTensor, WeightFormat
+
+Dim = int | str  # a constant or the name of a symbolic variable ("t", "b", "p")
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How a kernel wants a weight: packed buffers (name suffix → shape, dtype) and the packer that makes them.
+    Layouts compare equal exactly when the bytes are interchangeable."""
+
+    name: str                                            # e.g. "cpu.q4_panel16"
+    buffers: tuple[tuple[str, tuple[int, ...], str], ...]  # (suffix, shape, dtype); suffix "" for the only one
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """y = x W^T [+ bias] [+ residual], or y = silu(x Wg^T) * (x Wu^T) where `swiglu`."""
+
+    out_features: int            # N, gate and up together where swiglu
+    in_features: int             # K
+    weight: WeightFormat
+    phase: str                   # "decode": few rows (1..max_batch); "prefill": many
+    activation_dtype: str
+    out_dtype: str
+    bias: bool = False
+    residual: bool = False
+    swiglu: bool = False
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    vocab_size: int
+    hidden_size: int
+    weight: WeightFormat
+    activation_dtype: str
+    tied_to_linear: bool         # True: the table is also the head's weight and comes in the head's layout
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    hidden_size: int
+    epsilon: float
+    activation_dtype: str
+    residual: bool               # True: add_rms_norm
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """rope_append and both attentions."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    page_size: int
+    max_pages: int               # columns of page_table
+    max_position: int            # rows of rope_table
+    activation_dtype: str
+    kv_dtype: str
+    scale: float
+    window: int | None = None    # keys a query sees, itself included; None = all
+    qk_norm_epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One PrimFunc. `inputs` and `outputs` name the buffers in parameter order (inputs, then outputs). A stage that
+    writes pages lists "pages" among its inputs and in `inplace`; "layer" among the inputs is the scalar."""
+
+    func: Any                    # tvm.tirx.PrimFunc, scheduled, attrs tirx.is_scheduled and op_pattern 8
+    name: str                    # readable and unique per distinct PrimFunc, e.g. "linear_q4_1_576x960_decode"
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    inplace: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    stages: tuple[Stage, ...]
+    source: str                  # "rule:<name>", "tuned:<record id>", "dlight", "library:<name>", "fallback"
+    temporaries: dict[str, tuple[tuple[Dim, ...], str]] = field(default_factory=dict)  # name → (shape, dtype)
+
+
+class KernelProvider(Protocol):
+    """Answers the compiler's questions for one target. Deterministic: equal questions, equal answers."""
+
+    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
+        """Raises CompileError where the format cannot be served (e.g. K not a multiple of the group)."""
+
+    def pack(self, layout: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str, np.ndarray]:
+        """Canonical weight `[N, K]` → packed buffers by suffix. With swiglu the rows are gate then up, stacked."""
+
+    def linear(self, spec: LinearSpec) -> Kernel: ...
+    def embedding(self, spec: EmbeddingSpec) -> Kernel: ...
+    def norm(self, spec: NormSpec) -> Kernel: ...
+    def rope_append(self, spec: AttentionSpec) -> Kernel: ...
+    def decode_attention(self, spec: AttentionSpec) -> Kernel: ...
+    def prefill_attention(self, spec: AttentionSpec) -> Kernel: ...

@@ -1,0 +1,91 @@
+"""How one parameter's numbers are stored: the vocabulary that checkpoints, passes, kernels and bundles share.
+
+A quantised weight `[N, K]` is cut into groups of `group_size` along K. In its canonical form (`QuantizedTensor`)
+
+    value[n, k] = scale[n, k // group_size] * codes[n, k] + minimum[n, k // group_size]
+
+with `minimum` absent (0) for symmetric formats. The GGUF formats map onto this without loss:
+Q4_0 codes 0..15 with minimum -8*scale; Q4_1 as is; Q4_K and Q5_K have float32 scale and minimum per 32 (super-block
+scale x 6-bit sub-scale is exact in float32); Q5_0, Q6_K and Q8_0 are signed codes without minimum (Q6_K: group 16).
+Source: ggml's documented block layouts. How canonical tensors are laid out for a kernel is the kernel's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """One storage format. `bits` is what the code takes in memory (4 or 8), not the nominal width: Q5 and Q6 codes
+    are kept in 8 bits. Float formats have `group_size == 0`."""
+
+    name: str
+    bits: int
+    group_size: int = 0
+    scale_dtype: str = "float16"
+    minimum: str = "none"  # "none" | "stored" | "-8*scale"
+    signed: bool = True
+
+    @property
+    def quantized(self) -> bool:
+        return self.group_size > 0
+
+    @property
+    def dtype(self) -> str:
+        """dtype of a float format, e.g. "float16"."""
+        assert not self.quantized, self.name
+        return {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[self.name]
+
+    def bytes_per_weight(self) -> float:
+        if not self.quantized:
+            return self.bits / 8
+        scale = np.dtype(self.scale_dtype).itemsize
+        return self.bits / 8 + scale * (2 if self.minimum == "stored" else 1) / self.group_size
+
+
+FORMATS: dict[str, WeightFormat] = {f.name: f for f in (
+    WeightFormat("f32", 32),
+    WeightFormat("f16", 16),
+    WeightFormat("bf16", 16),
+    WeightFormat("q4_0", 4, 32, "float16", "-8*scale", signed=False),
+    WeightFormat("q4_1", 4, 32, "float16", "stored", signed=False),
+    WeightFormat("q4_k", 4, 32, "float32", "stored", signed=False),
+    WeightFormat("q5_0", 8, 32, "float16", "none"),
+    WeightFormat("q5_1", 8, 32, "float16", "stored", signed=False),
+    WeightFormat("q5_k", 8, 32, "float32", "stored", signed=False),
+    WeightFormat("q6_k", 8, 16, "float32", "none"),
+    WeightFormat("q8_0", 8, 32, "float16", "none"),
+)}
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """Canonical quantised weight.
+
+    codes: int8 (signed formats) or uint8, `[N, K]`, one code per byte; scales, minimums: `[N, K / group_size]` of
+    `format.scale_dtype`; minimums is None unless `format.minimum == "stored"`.
+    """
+
+    format: WeightFormat
+    codes: np.ndarray
+    scales: np.ndarray
+    minimums: np.ndarray | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape  # type: ignore[return-value]
+
+    def dequantize(self) -> np.ndarray:
+        """float32 `[N, K]`: the reference every kernel is tested against."""
+        n, k = self.codes.shape
+        group = self.codes.reshape(n, -1, self.format.group_size).astype(np.float32)
+        scale = self.scales.astype(np.float32)[..., None]
+        value = group * scale
+        if self.minimums is not None:
+            value += self.minimums.astype(np.float32)[..., None]
+        elif self.format.minimum == "-8*scale":
+            value -= 8 * scale
+        return value.reshape(n, k)
