@@ -7,6 +7,11 @@
     │   └── TokenizerError        tokenizer or chat template is missing or broken
     ├── CompileError (4)          building failed
     ├── BundleError (5)           a bundle is damaged, newer, or not a bundle
+    │   ├── NotABundleError       the path holds something else
+    │   ├── NewerFormatError      written by a newer relaxpack
+    │   ├── DamagedMemberError    a member's size, digest or content is wrong
+    │   ├── MissingMemberError    a member the manifest names is not there
+    │   ├── UnsafeMemberError     a member's name or kind could reach outside the bundle
     │   └── TargetMismatchError   the bundle is for another machine
     ├── EnvironmentProblem (6)    a library or device is missing or of the wrong version
     └── RequestError (7)          a generation request is invalid (HTTP 400)
@@ -46,6 +51,26 @@ class CompileError(RelaxpackError):
 
 class BundleError(RelaxpackError):
     exit_code = 5
+
+
+class NotABundleError(BundleError):
+    pass
+
+
+class NewerFormatError(BundleError):
+    pass
+
+
+class DamagedMemberError(BundleError):
+    pass
+
+
+class MissingMemberError(BundleError):
+    pass
+
+
+class UnsafeMemberError(BundleError):
+    pass
 
 
 class TargetMismatchError(BundleError):

@@ -13,10 +13,14 @@ from typing import Any
 from relaxpack.env import num_threads
 from relaxpack.errors import UsageError
 
-CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "avxvnni", "avx512bf16")
-# LLVM feature names of named x86-64 levels that are not this machine's own CPU.
-_LEVELS = {"x86-64-v3": ("avx2", "fma", "f16c"),
-           "x86-64-v4": ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl")}
+# By LLVM's names. The second row is used by no kernel of ours, but LLVM may emit it for a named CPU, so a bundle must
+# not be loaded where it is missing.
+CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "avxvnni", "avx512bf16",
+                "bmi2", "avx512cd", "avx512dq", "avx512ifma", "avx512vbmi", "avx512vbmi2", "avx512bitalg",
+                "avx512vpopcntdq", "avx512fp16", "gfni")
+# Features of named x86-64 levels that are not this machine's own CPU.
+_LEVELS = {"x86-64-v3": ("avx2", "fma", "f16c", "bmi2"),
+           "x86-64-v4": ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "bmi2", "avx512cd", "avx512dq")}
 CUDA_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100a", "sm_120")
 
 
@@ -47,14 +51,17 @@ class TargetSpec:
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "arch": self.arch, "features": list(self.features)}
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TargetSpec:
+        return cls(data["kind"], data["arch"], tuple(data["features"]))
+
 
 def host_cpu_features() -> tuple[str, ...]:
     """Instruction sets of this machine's CPU, out of CPU_FEATURES (from /proc/cpuinfo)."""
-    names = {"avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni", "avx512_bf16": "avx512bf16"}
     with open("/proc/cpuinfo") as f:
         for line in f:
             if line.startswith("flags"):
-                have = {names.get(flag, flag) for flag in line.split(":", 1)[1].split()}
+                have = {flag.replace("_", "") for flag in line.split(":", 1)[1].split()}
                 return tuple(f for f in CPU_FEATURES if f in have)
     return ()
 

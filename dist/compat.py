@@ -1,0 +1,77 @@
+"""May this host run this bundle? Answers with reasons, not booleans: an empty tuple of reasons means yes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from relaxpack.dist.host import Host
+from relaxpack.dist.manifest import TargetEntry
+from relaxpack.errors import TargetMismatchError
+from relaxpack.target import TargetSpec
+
+_X86 = ("x86_64", "amd64", "AMD64")
+
+
+def reasons_against(target: TargetSpec, host: Host) -> tuple[str, ...]:
+    """Why `host` cannot run code for `target`; empty where it can."""
+    if target.kind == "cpu":
+        return _against_cpu(target, host)
+    if target.kind == "cuda":
+        return _against_cuda(target, host)
+    return (f"target kind {target.kind!r} is unknown to this relaxpack",)
+
+
+def _against_cpu(target: TargetSpec, host: Host) -> tuple[str, ...]:
+    if host.machine not in _X86:
+        return (f"it is for x86-64 CPUs and this one is {host.machine}",)
+    missing = [feature for feature in target.features if feature not in host.cpu_features]
+    return (f"this CPU lacks {' '.join(missing)}",) if missing else ()
+
+
+def _against_cuda(target: TargetSpec, host: Host) -> tuple[str, ...]:
+    parsed = re.fullmatch(r"sm_(\d+)(\d)([a-z]?)", target.arch)
+    if not parsed:
+        return (f"GPU architecture {target.arch!r} is unknown to this relaxpack",)
+    if not host.gpus:
+        return ("this machine has no NVIDIA GPU that its driver shows",)
+    major, minor, suffix = int(parsed[1]), int(parsed[2]), parsed[3]
+    if any(_runs(major, minor, suffix, gpu.capability) for gpu in host.gpus):
+        return ()
+    have = ", ".join(f"{gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}" for gpu in host.gpus)
+    # Machine code serves its own major version from its minor upwards; with a suffix ("a") exactly its own GPU.
+    if suffix == "a":
+        need = f"exactly {major}.{minor}"
+    elif suffix == "f" or minor == 0:
+        need = f"{major}.{minor} or a later {major}.x"
+    else:
+        need = f"{major}.{minor} to {major}.9"
+    return (f"it needs compute capability {need}, {have}",)
+
+
+def _runs(major: int, minor: int, suffix: str, capability: tuple[int, int]) -> bool:
+    if suffix == "a":
+        return capability == (major, minor)
+    return capability[0] == major and capability[1] >= minor
+
+
+def choose_target(entries: Sequence[TargetEntry], host: Host, kind: str | None = None) -> TargetEntry | None:
+    """The best entry that runs here: GPU before CPU, then the most specific (an "a" architecture, more features)."""
+    fitting = [entry for entry in entries
+               if kind in (None, entry.target.kind) and not reasons_against(entry.target, host)]
+    return max(fitting, key=_specificity, default=None)
+
+
+def _specificity(entry: TargetEntry) -> tuple[bool, bool, int, str]:
+    target = entry.target
+    return target.kind == "cuda", target.arch.endswith("a"), len(target.features), target.arch
+
+
+def mismatch(entries: Sequence[TargetEntry], host: Host, source: str, kind: str | None = None) -> TargetMismatchError:
+    """What the bundle has, what this host is, what is missing, and the command that builds a fitting one."""
+    why = "; ".join(f"{entry.target.name}: " + ("another kind was asked for" if kind not in (None, entry.target.kind)
+                                                else ", ".join(reasons_against(entry.target, host)))
+                    for entry in entries)
+    name = kind or ("cuda" if host.gpus and all(entry.target.kind == "cuda" for entry in entries) else "cpu")
+    return TargetMismatchError(f"the bundle does not fit this machine: {why or 'it has no targets'}. This machine: {host}. "
+                               f"Build one for it: relaxpack build {source} --target {name} -o NEW_BUNDLE")

@@ -1,0 +1,174 @@
+"""`Manifest`: the member that describes the others, as frozen dataclasses and one canonical JSON form.
+
+Readers check `format_version` before anything else. Fields this version does not know are kept and written back.
+The meaning of every field is in docs/artifact_format.md; this module does not open files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from relaxpack.dist.integrity import MAX_MEMBERS, canonical_json, check_member_name, parse_json
+from relaxpack.errors import DamagedMemberError, NewerFormatError, NotABundleError
+from relaxpack.model_info import ModelInfo
+from relaxpack.target import TargetSpec
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Member:
+    """Size in bytes and SHA-256 of one member."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class WeightsSummary:
+    """`formats` counts the bytes stored per weight format name, e.g. {"q4_1": 91000000, "f32": 70000}."""
+
+    formats: Mapping[str, int]
+    extra: Json = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.formats.values())
+
+    def to_json(self) -> Json:
+        return _merge({"formats": dict(self.formats), "bytes": self.bytes}, self.extra)
+
+    @classmethod
+    def from_json(cls, data: Json) -> WeightsSummary:
+        known = cls({str(k): int(v) for k, v in _get(data, "formats", dict).items()})
+        return replace(known, extra=_unknown(data, known.to_json()))
+
+
+@dataclass(frozen=True)
+class TargetEntry:
+    """Everything built for one target."""
+
+    target: TargetSpec
+    library: str                        # member, e.g. "lib/cpu-znver4.so"
+    params: str                         # stem: its shards are params/<stem>/*.safetensors
+    param_order: tuple[str, ...]        # tensor names in the order of the functions' `params` tuple
+    functions: tuple[str, ...]          # exported functions, e.g. ("prefill", "decode")
+    symbolic_bounds: Mapping[str, int]  # symbolic variable → its largest value, e.g. {"t": 512, "b": 8}
+    buckets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # function → sizes that code exists for
+    memory_plan: Mapping[str, Any] = field(default_factory=dict)          # {"arena_bytes": int, ...}
+    kernels: Mapping[str, int] = field(default_factory=dict)  # "tuned" | "rule" | "dlight" | ... → kernels
+    tuning_records: tuple[str, ...] = ()
+    extra: Json = field(default_factory=dict)
+
+    def to_json(self) -> Json:
+        known = {"target": self.target.to_json(), "library": self.library, "params": self.params,
+                 "param_order": list(self.param_order), "functions": list(self.functions),
+                 "symbolic_bounds": dict(self.symbolic_bounds),
+                 "buckets": {name: list(sizes) for name, sizes in self.buckets.items()},
+                 "memory_plan": dict(self.memory_plan), "kernels": dict(self.kernels),
+                 "tuning_records": list(self.tuning_records)}
+        return _merge(known, self.extra)
+
+    @classmethod
+    def from_json(cls, data: Json) -> TargetEntry:
+        known = cls(TargetSpec.from_json(_get(data, "target", dict)), check_member_name(_get(data, "library", str)),
+                    check_member_name(_get(data, "params", str)), tuple(_get(data, "param_order", list)),
+                    tuple(_get(data, "functions", list)), _get(data, "symbolic_bounds", dict),
+                    {name: tuple(sizes) for name, sizes in _get(data, "buckets", dict, {}).items()},
+                    _get(data, "memory_plan", dict, {}), _get(data, "kernels", dict, {}),
+                    tuple(_get(data, "tuning_records", list, [])))
+        return replace(known, extra=_unknown(data, known.to_json()))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole description. `members` is filled by `BundleWriter.finish`."""
+
+    relaxpack_version: str
+    key: str                            # dist.key: hash of everything that determines the artifact
+    model_info: ModelInfo
+    weights: WeightsSummary
+    targets: tuple[TargetEntry, ...]
+    compiler: Mapping[str, str]         # package → version
+    source: Mapping[str, Any]           # where the checkpoint came from, e.g. {"name": "smollm2", "kind": "gguf"}
+    build_options: Mapping[str, Any]
+    members: Mapping[str, Member] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+    extra: Json = field(default_factory=dict)
+
+    def to_json(self) -> Json:
+        known = {"format_version": self.format_version, "relaxpack_version": self.relaxpack_version,
+                 "key": self.key, "model_info": self.model_info.to_json(), "weights": self.weights.to_json(),
+                 "targets": [entry.to_json() for entry in self.targets], "compiler": dict(self.compiler),
+                 "source": dict(self.source), "build_options": dict(self.build_options),
+                 "members": {n: {"bytes": m.bytes, "sha256": m.sha256} for n, m in self.members.items()}}
+        return _merge(known, self.extra)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON, `format_version` first. Equal manifests give equal bytes."""
+        return canonical_json(self.to_json(), first="format_version")
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Raises NotABundleError, NewerFormatError, UnsafeMemberError or DamagedMemberError."""
+        return cls.from_json(parse_json(MANIFEST, data))
+
+    @classmethod
+    def from_json(cls, data: Any) -> Manifest:
+        version = data.get("format_version") if isinstance(data, dict) else None
+        if type(version) is not int or version < 1:
+            raise NotABundleError(f"{MANIFEST} has no format_version: this is not a relaxpack bundle")
+        if version > FORMAT_VERSION:
+            raise NewerFormatError(f"bundle format {version} is newer than this relaxpack reads ({FORMAT_VERSION}); it was "
+                                   f"written by relaxpack {data.get('relaxpack_version', '?')}: install that or newer")
+        try:
+            members = _get(data, "members", dict)
+            if len(members) > MAX_MEMBERS:
+                raise DamagedMemberError(f"{MANIFEST} names {len(members)} members, more than {MAX_MEMBERS}")
+            known = cls(_get(data, "relaxpack_version", str), _get(data, "key", str),
+                        ModelInfo.from_json(_get(data, "model_info", dict)),
+                        WeightsSummary.from_json(_get(data, "weights", dict)),
+                        tuple(TargetEntry.from_json(entry) for entry in _get(data, "targets", list)),
+                        _get(data, "compiler", dict), _get(data, "source", dict), _get(data, "build_options", dict),
+                        {check_member_name(name): _member(name, entry) for name, entry in members.items()},
+                        version)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedMemberError(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from None
+        return replace(known, extra=_unknown(data, known.to_json()))
+
+
+def _member(name: str, entry: Json) -> Member:
+    size, digest = _get(entry, "bytes", int), _get(entry, "sha256", str)
+    if size < 0 or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+        raise DamagedMemberError(f"{MANIFEST} is damaged: bad size or digest of member {name}")
+    return Member(size, digest)
+
+
+def _get(data: Json, key: str, kind: type, default: Any = None) -> Any:
+    value = data.get(key, default) if default is not None else data[key]
+    if type(value) is not kind:
+        raise TypeError(f"{key} is {type(value).__name__}, expected {kind.__name__}")
+    return value
+
+
+def _unknown(given: Json, known: Json) -> Json:
+    """What of `given` does not stand in `known`, objects inside objects included."""
+    rest: Json = {}
+    for key, value in given.items():
+        if key not in known:
+            rest[key] = value
+        elif isinstance(value, dict) and isinstance(known[key], dict) and (inner := _unknown(value, known[key])):
+            rest[key] = inner
+    return rest
+
+
+def _merge(known: Json, extra: Json) -> Json:
+    result = {**extra, **known}
+    for key in known.keys() & extra.keys():
+        if isinstance(known[key], dict) and isinstance(extra[key], dict):
+            result[key] = _merge(known[key], extra[key])
+    return result

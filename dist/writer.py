@@ -1,0 +1,176 @@
+"""`BundleWriter`: writes a bundle beside its place and renames it when all is there. An error or Ctrl-C removes every
+trace; a reader never sees half a bundle. What the members mean is not known here.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from relaxpack.dist.integrity import check_member_name, sha256_stream
+from relaxpack.dist.manifest import MANIFEST, Manifest, Member
+from relaxpack.dist.params import ParamsWriter
+from relaxpack.dist.store import SINGLE_FILE_SUFFIX, FolderStore, open_store, write_single_file
+from relaxpack.errors import BundleError, EnvironmentProblem
+
+_SPARE_BYTES = 16 << 20   # left free on the disk
+
+
+class BundleWriter:
+    """`with BundleWriter(path) as w: w.add_bytes(...); w.finish(manifest)`.
+
+    A path that ends in `.rpk` gives the single-file form. An existing bundle is replaced only with `force`; anything else
+    that exists is never touched.
+    """
+
+    def __init__(self, path: str | Path, force: bool = False) -> None:
+        self.path = Path(path)
+        self._partial = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
+        self._folder = self._partial / "bundle"
+        self._members: set[str] = set()
+        self._params: dict[str, list[str]] = {}   # stem → tensor names written
+        self._finished = False
+        check_destination(self.path, force)
+
+    def __enter__(self) -> BundleWriter:
+        with self._disk_errors():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            remove_stale(self.path)
+            self._folder.mkdir(parents=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            self._explain(error)
+        if kind is None and not self._finished:
+            raise RuntimeError("BundleWriter was left without finish(): nothing was written")
+
+    def require_space(self, size: int) -> None:
+        """Raise EnvironmentProblem unless the disk takes `size` more bytes. Call it before long work."""
+        free = shutil.disk_usage(self._partial).free
+        if size + _SPARE_BYTES > free:
+            raise EnvironmentProblem(f"no disk space: {self.path} needs {size / 1e6:.0f} MB more, "
+                                     f"{free / 1e6:.0f} MB are free; free some or choose another -o path")
+
+    def add_bytes(self, name: str, data: bytes) -> None:
+        with self._disk_errors():
+            self.require_space(len(data))
+            self._place(name).write_bytes(data)
+
+    def add_file(self, name: str, source: str | Path) -> None:
+        with self._disk_errors():
+            self.require_space(os.stat(source).st_size)
+            shutil.copyfile(source, self._place(name))
+
+    @contextmanager
+    def params(self, stem: str) -> Iterator[ParamsWriter]:
+        """A writer of shards under params/<stem>/."""
+        writer = ParamsWriter(self._folder, check_member_name(stem), self.require_space)
+        try:
+            with self._disk_errors():
+                yield writer
+                writer.close()
+        finally:
+            writer.abort()
+        for name in writer.members:
+            self._place(name)
+        self._params[stem] = writer.names
+
+    def finish(self, manifest: Manifest) -> Manifest:
+        """Write the manifest with the digests of all members, and put the bundle in its place."""
+        for entry in manifest.targets:
+            if entry.library not in self._members:
+                raise ValueError(f"target {entry.target.name}: library {entry.library} was not added")
+            written = self._params.get(entry.params, [])
+            if sorted(written) != sorted(entry.param_order):
+                raise ValueError(f"target {entry.target.name}: params/{entry.params} and param_order differ in "
+                                 f"{sorted(set(written) ^ set(entry.param_order))[:5]}")
+        with self._disk_errors():
+            store = FolderStore(self._folder)
+            members = {}
+            for name in sorted(self._members):
+                with store.open(name) as stream:
+                    members[name] = Member(store.size(name), sha256_stream(stream))
+            manifest = replace(manifest, members=members)
+            (self._folder / MANIFEST).write_bytes(manifest.to_bytes())
+            result = self._folder
+            if self.path.suffix == SINGLE_FILE_SUFFIX:
+                self.require_space(sum(member.bytes for member in members.values()))
+                result = self._partial / "bundle.rpk"
+                write_single_file(store, list(members), result)
+            _put(result, self.path, self._partial / "replaced")
+        self._finished = True
+        return manifest
+
+    def _place(self, name: str) -> Path:
+        check_member_name(name)
+        if name in self._members or name == MANIFEST:
+            raise ValueError(f"member {name} was added twice")
+        self._members.add(name)
+        file = self._folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: OSError) -> None:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise EnvironmentProblem(f"no disk space left while writing {self.path}; nothing was kept: free some or "
+                                     "choose another -o path") from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise EnvironmentProblem(f"cannot write {self.path}: {error.strerror} ({error.filename}); "
+                                     "choose another -o path") from None
+
+
+def check_destination(path: Path, force: bool) -> None:
+    """Raise BundleError where a bundle must not be written. Commands call it before any work."""
+    def refuse(why: str) -> NoReturn:
+        raise BundleError(f"{path} {why}")
+
+    if not path.exists() and not path.is_symlink():
+        return
+    if path.is_dir() and not any(path.iterdir()):
+        return
+    try:
+        open_store(path)
+    except BundleError:
+        refuse("exists and is not a bundle; it is not touched, choose another -o path")
+    if not force:
+        refuse("exists; pass --force to replace it")
+
+
+def remove_stale(path: Path) -> None:
+    """Remove what dead processes left of an earlier writing of `path`."""
+    for partial in path.parent.glob(f"{glob.escape(path.name)}.partial-*"):
+        pid = partial.name.rpartition("-")[2]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _put(result: Path, path: Path, aside: Path) -> None:
+    """Rename `result` to `path`; what stood there is moved aside first and comes back if that fails."""
+    replaced = path.exists()
+    if replaced:
+        path.rename(aside)
+    try:
+        result.rename(path)
+    except BaseException:
+        if replaced:
+            aside.rename(path)
+        raise
