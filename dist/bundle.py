@@ -1,5 +1,5 @@
-"""`Bundle`: open a bundle (a folder or a single file) and read its members. The manifest is checked before anything else,
-and only members it names are ever read. What members mean is not known here; writing is in `writer.py`.
+"""`Bundle`: open a bundle (a folder or a single file) and read its members. The manifest is checked first, and only
+members it names are ever read. What members mean is not known here; writing is in `writer.py`.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class Bundle:
 
     def _compare(self, name: str, digest: str) -> None:
         if digest != self.manifest.members[name].sha256:
-            raise DamagedMemberError(f"{self.location}: {name} is damaged: its SHA-256 is {digest[:12]}..., the manifest "
-                                     f"says {self.manifest.members[name].sha256[:12]}...; copy or build the bundle again")
+            raise DamagedMemberError(f"{self.location}: {name} is damaged: its SHA-256 is {digest[:12]}..., the "
+                                     f"manifest says {self.manifest.members[name].sha256[:12]}...; copy or build the "
+                                     "bundle again")
         self._checked.add(name)
 
     def _member(self, name: str) -> None:

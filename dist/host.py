@@ -1,4 +1,6 @@
-"""What this machine is, as far as bundles care: CPU features and GPUs. Asks the kernel and the CUDA driver, never TVM."""
+"""What this machine is, as far as bundles care: CPU features and GPUs. Asks the operating system and the CUDA driver,
+never TVM.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class CudaDriver:
-    """`version` is the newest CUDA the driver serves, e.g. (13, 0); None and `problem` where there is no usable driver."""
+    """`version` is the newest CUDA the driver serves, e.g. (13, 0). Without a usable driver it is None and
+    `problem` says why."""
 
     version: tuple[int, int] | None
     gpus: tuple[Gpu, ...] = ()
@@ -36,7 +39,8 @@ class Host:
     gpus: tuple[Gpu, ...] = ()
 
     def __str__(self) -> str:
-        gpus = ", ".join(f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]})" for gpu in self.gpus)
+        gpus = ", ".join(f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]})"
+                         for gpu in self.gpus)
         return (f"{self.machine} CPU with {' '.join(self.cpu_features) or 'none of the known features'}; "
                 f"{gpus or 'no NVIDIA GPU'}")
 

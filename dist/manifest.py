@@ -123,8 +123,8 @@ class Manifest:
         if type(version) is not int or version < 1:
             raise NotABundleError(f"{MANIFEST} has no format_version: this is not a relaxpack bundle")
         if version > FORMAT_VERSION:
-            raise NewerFormatError(f"bundle format {version} is newer than this relaxpack reads ({FORMAT_VERSION}); it was "
-                                   f"written by relaxpack {data.get('relaxpack_version', '?')}: install that or newer")
+            raise NewerFormatError(f"bundle format {version} is newer than this relaxpack reads ({FORMAT_VERSION}); it "
+                                   f"was written by relaxpack {data.get('relaxpack_version', '?')}: install that or newer")
         try:
             members = _get(data, "members", dict)
             if len(members) > MAX_MEMBERS:

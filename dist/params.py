@@ -43,7 +43,8 @@ def numpy_dtype(name: str) -> np.dtype:
     try:
         import ml_dtypes
     except ImportError:
-        raise EnvironmentProblem(f"parameters of dtype {name} need the package ml_dtypes: pip install ml_dtypes") from None
+        raise EnvironmentProblem(f"parameters of dtype {name} need the package ml_dtypes: "
+                                 "pip install ml_dtypes") from None
     return np.dtype(getattr(ml_dtypes, name))
 
 
@@ -70,7 +71,7 @@ class ParamsWriter:
         self._offset = self._tail_bytes = self._header_bytes = 0
 
     def add(self, name: str, buffers: Mapping[str, np.ndarray]) -> None:
-        """One parameter: its packed buffers by suffix. An array is written at once and not kept (except small tails)."""
+        """One parameter: its packed buffers by suffix. Arrays are written at once and not kept (small tails aside)."""
         for suffix, array in buffers.items():
             self._add(tensor_name(name, suffix), np.asarray(array))
 
@@ -147,7 +148,8 @@ class ParamsReader:
 
     def __init__(self, store: Store, members: Sequence[str]) -> None:
         self._store = store
-        self._where: dict[str, tuple[str, str, tuple[int, ...], int]] = {}  # name → member, dtype, shape, offset in file
+        # name → member, dtype, shape, offset in the file
+        self._where: dict[str, tuple[str, str, tuple[int, ...], int]] = {}
         self._maps: dict[str, mmap.mmap] = {}
         for member in members:
             self._read_header(member)
@@ -184,7 +186,8 @@ class ParamsReader:
             except (KeyError, TypeError, ValueError) as error:
                 raise damaged(f"tensor {name!r}: {type(error).__name__} {error}") from None
             if begin != expected or end - begin != math.prod(shape) * numpy_dtype(dtype).itemsize:
-                raise damaged(f"tensor {name!r} has bytes {begin} to {end}, expected {expected} and {dtype}{list(shape)}")
+                raise damaged(f"tensor {name!r} has bytes {begin} to {end}; it is {dtype}{list(shape)} and "
+                              f"starts at {expected}")
             if name in self._where:
                 raise damaged(f"tensor {name!r} stands in {self._where[name][0]} too")
             self._where[name] = member, dtype, shape, start + data + begin

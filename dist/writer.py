@@ -27,8 +27,8 @@ _SPARE_BYTES = 16 << 20   # left free on the disk
 class BundleWriter:
     """`with BundleWriter(path) as w: w.add_bytes(...); w.finish(manifest)`.
 
-    A path that ends in `.rpk` gives the single-file form. An existing bundle is replaced only with `force`; anything else
-    that exists is never touched.
+    A path that ends in `.rpk` gives the single-file form. An existing bundle is replaced only with `force`; anything
+    else that exists is never touched.
     """
 
     def __init__(self, path: str | Path, force: bool = False) -> None:
