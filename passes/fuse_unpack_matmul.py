@@ -1,0 +1,73 @@
+"""FuseUnpackMatmul: unpacking (dequantising) disappears into the kernel that needs the weight.
+
+    matmul(x, permute_dims(unpack(w)))                      → relaxpack.linear(x, w)
+    ... + bias parameter                                     → relaxpack.linear+bias
+    silu(split(linear)[0]) * split(linear)[1]                → relaxpack.linear+swiglu  (packed with gate/up together)
+    astype(linear, float32)                                  → relaxpack.linear with float32 result
+    take(unpack(w), ids)                                     → relaxpack.embedding(ids, w)
+
+Operands of `linear`: x, buffers of w, [bias], format name, swiglu flag. Needs PackWeights before; the inner forms die.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import relaxpack.tvm_setup  # noqa: F401
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import mutator
+
+from relaxpack.passes.pack_weights import UNPACK
+from relaxpack.passes.rewrite import FunctionRewriter, is_op, operands_of, placeholder, placeholder_name
+
+LINEAR, EMBEDDING = "relaxpack.linear", "relaxpack.embedding"
+
+
+@mutator
+class _Rewriter(FunctionRewriter):
+    def rewrite(self, call: Any) -> Any | None:
+        if is_op(call, "relax.matmul") or is_op(call, "relax.add"):
+            return self._linear(call, call.ty, "")
+        if is_op(call, "relax.multiply"):
+            return self._swiglu(call)
+        if is_op(call, "relax.astype") and str(call.ty.dtype) == "float32":
+            return self._linear(self.definition(call.args[0]), call.ty, "")
+        if is_op(call, "relax.take") and placeholder_name(table := self.definition(call.args[0])) == UNPACK:
+            return placeholder(EMBEDDING, [self.new(call.args[1]), *map(self.new, operands_of(table))], call.ty)
+        return None
+
+    def _linear(self, value: Any, out_ty: Any, flags: str) -> Any | None:
+        bias = None
+        if is_op(value, "relax.add") and self.is_parameter(value.args[1]):
+            value, bias = self.definition(value.args[0]), self.as_float32(value.args[1])
+            flags = "+bias" + flags
+        if not is_op(value, "relax.matmul"):
+            return None
+        transposed = self.definition(value.args[1])
+        if not is_op(transposed, "relax.permute_dims"):
+            return None
+        unpack = self.definition(transposed.args[0])
+        if placeholder_name(unpack) != UNPACK:
+            return None
+        *buffers, fmt, swiglu = operands_of(unpack)
+        if bool(int(swiglu)) != ("+swiglu" in flags):
+            return None  # the half-way form of a swiglu; it dies when the product is rewritten
+        operands = [self.new(value.args[0]), *map(self.new, buffers), *([bias] if bias is not None else [])]
+        return placeholder(LINEAR + flags, [*operands, fmt, swiglu], out_ty)
+
+    def _swiglu(self, call: Any) -> Any | None:
+        silu, up = self.definition(call.args[0]), self.definition(call.args[1])
+        if not is_op(silu, "relax.nn.silu") or not isinstance(up, relax.TupleGetItem):
+            return None
+        gate = self.definition(silu.args[0])
+        if not isinstance(gate, relax.TupleGetItem) or (gate.index, up.index) != (0, 1) \
+                or not gate.tuple_value.same_as(up.tuple_value):
+            return None
+        split = self.definition(gate.tuple_value)
+        return self._linear(self.definition(split.args[0]), call.ty, "+swiglu") if is_op(split, "relax.split") else None
+
+
+@tvm.transform.module_pass(opt_level=0, name="FuseUnpackMatmul")
+def FuseUnpackMatmul(mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
+    return _Rewriter(mod).run()

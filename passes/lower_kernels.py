@@ -1,0 +1,171 @@
+"""LowerKernels: every `relaxpack.*` placeholder becomes calls of the kernels a provider answers with.
+
+The provider comes from outside (schedules); this pass only translates between the graph and `kernel_spec`. Kernels that
+write the pages do so in place: the pages travel through the function as a chain of results, so that no later call can
+move before the append. Rows that are `t` of `prefill` get the kernels for many rows, everything else those for few.
+What each kernel is (name, source, how often called) is recorded in the module attribute `relaxpack.kernels`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import relaxpack.tvm_setup  # noqa: F401
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import mutator
+
+from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, KernelProvider, LinearSpec, NormSpec
+from relaxpack.passes.fuse_add_norm import ADD_RMS_NORM, RMS_NORM
+from relaxpack.passes.fuse_unpack_matmul import EMBEDDING, LINEAR
+from relaxpack.passes.rewrite import FunctionRewriter, operands_of, placeholder_name
+from relaxpack.weight_format import FORMATS
+
+KERNELS = "relaxpack.kernels"
+PREFILL_ATTENTION, DECODE_ATTENTION = "relaxpack.prefill_attention", "relaxpack.decode_attention"
+
+
+@mutator
+class _Rewriter(FunctionRewriter):
+    def __init__(self, mod: tvm.IRModule, provider: KernelProvider, attention: AttentionSpec) -> None:
+        super().__init__(mod)
+        self.provider, self.attention = provider, attention
+        self.function_name = ""
+        self.pages: Any = None
+        self.global_vars: dict[str, Any] = {}
+        self.calls: dict[str, Counter[tuple[str, str]]] = {}
+
+    def _rewrite_function(self, name: str, func: relax.Function) -> relax.Function:
+        self.function_name = name
+        self.pages = next(v for v in func.params if v.name == "pages")
+        self.calls[name] = Counter()
+        return super()._rewrite_function(name, func)
+
+    def rewrite(self, call: Any) -> Any | None:
+        name = placeholder_name(call)
+        if name is None:
+            return None
+        operands = [self.new(operand) for operand in operands_of(call)]
+        if name.startswith(LINEAR):
+            return self._linear(name, call, operands)
+        if name == EMBEDDING:
+            return self._embedding(call, operands)
+        if name in (RMS_NORM, ADD_RMS_NORM):
+            return self._norm(name, call, operands)
+        if name in (PREFILL_ATTENTION, DECODE_ATTENTION):
+            return self._attention(name, call, operands)
+        return None
+
+    # -- one method per operation: operands → spec and named buffers --------------------------------------------
+
+    def _linear(self, name: str, call: Any, operands: list[Any]) -> Any:
+        flags = name.removeprefix(LINEAR).split("+")[1:]
+        x, *rest, fmt, _ = operands
+        bias = rest.pop() if "bias" in flags else None
+        swiglu, out_features = "swiglu" in flags, int(call.ty.shape[-1])
+        weight, k = FORMATS[str(fmt.value)], int(x.ty.shape[-1])
+        n = out_features * (2 if swiglu else 1)
+        spec = LinearSpec(n, k, weight, self._phase(x), str(x.ty.dtype), str(call.ty.dtype),
+                          bias=bias is not None, swiglu=swiglu)
+        buffers = {"x": x, **self._weight_buffers(weight, n, k, swiglu, rest)}
+        if bias is not None:
+            buffers["bias"] = bias
+        return self._call(self.provider.linear(spec), buffers, {"y": call.ty})
+
+    def _embedding(self, call: Any, operands: list[Any]) -> Any:
+        token_ids, *buffers, fmt, _ = operands
+        weight, hidden = FORMATS[str(fmt.value)], int(call.ty.shape[-1])
+        vocab = self._vocab_size(call)
+        spec = EmbeddingSpec(vocab, hidden, weight, str(call.ty.dtype), tied_to_linear=True)
+        return self._call(self.provider.embedding(spec),
+                          {"token_ids": token_ids, **self._weight_buffers(weight, vocab, hidden, False, buffers)},
+                          {"y": call.ty})
+
+    def _norm(self, name: str, call: Any, operands: list[Any]) -> Any:
+        *tensors, epsilon = operands
+        residual = name == ADD_RMS_NORM
+        x, weight = tensors[0], tensors[-1]
+        spec = NormSpec(int(weight.ty.shape[0]), float(epsilon.value), str(x.ty.dtype), residual)
+        buffers = {"x": x, "weight": weight, **({"residual": tensors[1]} if residual else {})}
+        outputs = {"total": call.ty.fields[0], "y": call.ty.fields[1]} if residual else {"y": call.ty}
+        return self._call(self.provider.norm(spec), buffers, outputs)
+
+    def _attention(self, name: str, call: Any, operands: list[Any]) -> Any:
+        *tensors, layer, window = operands
+        integers = ["rope_table", "positions", "slots", "page_table",
+                    *(["query_start"] if name == PREFILL_ATTENTION else []), "lengths"]
+        norms = ["q_norm", "k_norm"] if self.attention.qk_norm_epsilon is not None else []
+        buffers = dict(zip(["qkv", "pages", *integers, *norms], tensors, strict=True))
+        buffers |= {"pages": self.pages, "layer": layer}
+        buffers |= {norm: self.as_float32(buffers[norm]) for norm in norms}
+        spec = replace(self.attention, window=int(window) or None)
+        buffers["q"] = self.emit(self._call(self.provider.rope_append(spec), buffers, {"q": call.ty}))
+        attend = self.provider.prefill_attention if name == PREFILL_ATTENTION else self.provider.decode_attention
+        return self._call(attend(spec), buffers | {"pages": self.pages}, {"y": call.ty})
+
+    # -- plumbing -------------------------------------------------------------------------------------------------
+
+    def _phase(self, x: Any) -> str:
+        rows = x.ty.shape[0]
+        return "prefill" if self.function_name == "prefill" and getattr(rows, "name", "") == "t" else "decode"
+
+    def _vocab_size(self, call: Any) -> int:
+        table = self.recipes[operands_of(call)[1].name]
+        return table.out_features  # type: ignore[union-attr]  # packed by PackWeights
+
+    def _weight_buffers(self, weight: Any, n: int, k: int, swiglu: bool, buffers: list[Any]) -> dict[str, Any]:
+        layout = self.provider.weight_layout(weight, n, k, swiglu)
+        return {"weight" + (f".{suffix}" if suffix else ""): buffer
+                for (suffix, _, _), buffer in zip(layout.buffers, buffers, strict=True)}
+
+    def _call(self, kernel: Kernel, buffers: dict[str, Any], outputs: dict[str, Any]) -> Any:
+        """Emit the stages of a kernel; the result is the output, or a tuple of the outputs in their order."""
+        buffers = dict(buffers)
+        rows = next(iter(outputs.values())).shape[0]
+        symbols = {"t": rows, "b": self._sequences(buffers)}
+        types = dict(outputs)
+        for name, (shape, dtype) in kernel.temporaries.items():
+            types[name] = relax.TensorType([symbols[d] if isinstance(d, str) else d for d in shape], dtype)
+        for stage in kernel.stages:
+            self.calls[self.function_name][stage.name, kernel.source] += 1
+            inputs = [buffers[name] for name in stage.inputs]
+            out_types = [*(buffers[name].ty for name in stage.inplace), *(types[name] for name in stage.outputs)]
+            gv = self._global_var(stage.name, stage.func)
+            if stage.inplace:
+                indices = [*(stage.inputs.index(name) for name in stage.inplace), *([-1] * len(stage.outputs))]
+                result = self.emit(relax.call_tir_inplace(gv, inputs, indices, out_types))
+            else:
+                result = self.emit(relax.call_tir(gv, inputs, out_types if len(out_types) > 1 else out_types[0]))
+            names = [*stage.inplace, *stage.outputs]
+            for i, name in enumerate(names):
+                buffers[name] = result if len(names) == 1 else self.emit(relax.TupleGetItem(result, i))
+            if "pages" in stage.inplace:
+                self.pages = buffers["pages"]
+        results = [buffers[name] for name in outputs]
+        return results[0] if len(results) == 1 else relax.Tuple(results)
+
+    def _sequences(self, buffers: dict[str, Any]) -> Any:
+        return buffers["lengths"].ty.shape[0] if "lengths" in buffers else None
+
+    def _global_var(self, name: str, func: Any) -> Any:
+        if name not in self.global_vars:
+            self.global_vars[name] = self.builder_.add_func(func.without_attr("global_symbol"), name)
+        return self.global_vars[name]
+
+
+def LowerKernels(provider: KernelProvider, attention: AttentionSpec) -> Any:
+    """The pass. `attention` describes the model's attention; the window comes from each layer's call."""
+
+    @tvm.transform.module_pass(opt_level=0, name="LowerKernels")
+    def run(mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
+        rewriter = _Rewriter(mod, provider, attention)
+        out = rewriter.run()
+        calls = {function: [{"kernel": name, "source": source, "calls": count}
+                            for (name, source), count in sorted(counter.items())]
+                 for function, counter in sorted(rewriter.calls.items())}
+        return out.with_attr(KERNELS, json.dumps(calls))
+
+    return run

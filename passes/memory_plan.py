@@ -1,0 +1,140 @@
+"""The memory plan: what StaticPlanBlockMemory decided, read back as data, and checked by looking at lifetimes again.
+
+`VerifyMemoryPlan` stands right after planning. It proves that no two live tensors share bytes: a tensor lives from its
+allocation to its last use (uses through tuples, views and in-place results count), every tensor lies inside its
+storage, and storages do not overlap by construction. The plan goes into the module attribute `relaxpack.memory_plan`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import relaxpack.tvm_setup  # noqa: F401
+import tvm
+from tvm import relax
+
+from relaxpack.errors import CompileError
+from relaxpack.passes.rewrite import exported_functions, is_op
+
+PLAN = "relaxpack.memory_plan"
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One intermediate: bytes [offset, offset + size) of a storage, alive in steps [first, last] of the function."""
+
+    function: str
+    name: str
+    storage: int
+    offset: int
+    size: int
+    first: int
+    last: int
+
+
+def upper_bound(expr: Any, bounds: dict[str, int]) -> int:
+    """Largest value of a shape expression when its variables take their bounds."""
+    if isinstance(expr, int | tvm.tirx.IntImm):
+        return int(expr)
+    analyzer = tvm.sym.Analyzer()
+    for variable in tvm.tirx.analysis.undefined_vars(expr):
+        analyzer.bind(variable, tvm.tirx.IntImm("int64", bounds[variable.name]))
+    return int(analyzer.simplify(expr))
+
+
+def tensor_bytes(ty: Any, bounds: dict[str, int]) -> int:
+    size = (tvm.DataType(str(ty.dtype)).bits + 7) // 8
+    for dim in ty.shape:
+        size *= upper_bound(dim, bounds)
+    return size
+
+
+class _FunctionPlan:
+    """Walks one planned function: who owns which storage bytes, and when each owner is last used."""
+
+    def __init__(self, name: str, func: relax.Function) -> None:
+        self.name = name
+        self.bounds = {str(k): int(v) for k, v in dict(func.attrs["tir_var_upper_bound"]).items()}
+        self.storages: list[tuple[Any, int]] = []       # (variable, bytes)
+        self.owners: dict[Any, dict[str, Any]] = {}      # tensor variable → facts
+        self.aliases: dict[Any, Any] = {}                # variable → owners whose bytes it may read
+        self.unplanned: list[str] = []
+        bindings = [b for block in func.body.blocks for b in block.bindings]
+        for step, binding in enumerate(bindings):
+            self._visit(step, binding.var, binding.value)
+        self._touch(func.body.body, len(bindings))
+
+    def _visit(self, step: int, var: Any, value: Any) -> None:
+        if is_op(value, "relax.memory.alloc_storage"):
+            self.storages.append((var, int(value.args[0].values[0])))
+        elif is_op(value, "relax.memory.alloc_tensor"):
+            storage = next(i for i, (s, _) in enumerate(self.storages) if s.same_as(value.args[0]))
+            self.owners[var] = {"storage": storage, "offset": int(value.args[1]), "first": step, "last": step,
+                                "size": tensor_bytes(var.ty, self.bounds)}
+            self.aliases[var] = {var}
+        elif is_op(value, "relax.builtin.alloc_tensor"):
+            self.unplanned.append(var.name)
+        else:
+            for operand in _variables(value):
+                self._touch(operand, step)
+            self.aliases[var] = self._aliases_of(value)
+
+    def _aliases_of(self, value: Any) -> Any:
+        """Owners a value may point into: a set, or a list of such for a tuple, so that projecting stays precise."""
+        if isinstance(value, relax.Var):
+            return self.aliases.get(value, set())
+        if isinstance(value, relax.Tuple):
+            return [self._aliases_of(field) for field in value.fields]
+        if isinstance(value, relax.TupleGetItem):
+            inside = self.aliases.get(value.tuple_value, set())
+            return inside[value.index] if isinstance(inside, list) else inside
+        if isinstance(value, tvm.ir.Call) and not isinstance(value.op, tvm.ir.GlobalVar):  # a view (reshape), a copy
+            return set().union(*(_flat(self.aliases.get(v, set())) for v in _variables(value)), set())
+        return set()  # kernels return nothing
+
+    def _touch(self, var: Any, step: int) -> None:
+        for owner in _flat(self.aliases.get(var, set())):
+            self.owners[owner]["last"] = step
+
+    def tensors(self) -> list[PlannedTensor]:
+        return [PlannedTensor(self.name, var.name, **facts) for var, facts in self.owners.items()]
+
+
+def _variables(expr: Any) -> list[Any]:
+    found: list[Any] = []
+    relax.analysis.post_order_visit(expr, lambda e: found.append(e) if isinstance(e, relax.Var) else None)
+    return found
+
+
+def _flat(aliases: Any) -> set[Any]:
+    return set().union(*map(_flat, aliases), set()) if isinstance(aliases, list) else aliases
+
+
+def check_no_overlap(tensors: list[PlannedTensor], storage_bytes: list[int]) -> None:
+    """Raise CompileError if a tensor leaves its storage or shares bytes with another one alive at the same time."""
+    for t in tensors:
+        if t.offset + t.size > storage_bytes[t.storage]:
+            raise CompileError(f"memory plan of {t.function}: {t.name} needs {t.offset + t.size} bytes of storage "
+                               f"{t.storage}, which has {storage_bytes[t.storage]}")
+    ordered = sorted(tensors, key=lambda t: (t.storage, t.first))
+    for i, a in enumerate(ordered):
+        for b in ordered[i + 1:]:
+            if b.storage != a.storage:
+                break
+            if b.first < a.last and b.offset < a.offset + a.size and a.offset < b.offset + b.size:
+                raise CompileError(f"memory plan of {a.function}: {a.name} (alive in steps {a.first}-{a.last}) and "
+                                   f"{b.name} ({b.first}-{b.last}) share bytes of storage {a.storage}")
+
+
+@tvm.transform.module_pass(opt_level=0, name="VerifyMemoryPlan")
+def VerifyMemoryPlan(mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
+    plan: dict[str, Any] = {}
+    for gv, func in exported_functions(mod):
+        found = _FunctionPlan(gv.name_hint, func)
+        storage_bytes = [size for _, size in found.storages]
+        check_no_overlap(found.tensors(), storage_bytes)
+        plan[gv.name_hint] = {"storages": storage_bytes, "bytes": sum(storage_bytes),
+                              "tensors": [asdict(t) for t in found.tensors()], "unplanned": found.unplanned}
+    return mod.with_attr(PLAN, json.dumps(plan))

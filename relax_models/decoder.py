@@ -1,0 +1,86 @@
+"""The decoder-only transformer of the Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM2), described by its config.
+
+Math: pre-norm blocks, x += Wo·attention(RoPE(Wq h), RoPE(Wk h), Wv h) with h = rms_norm(x); x += Wd·(silu(Wg h) * Wu h).
+Parameters carry the names of the Hugging Face checkpoints. This file knows no kernel, no weight format, no target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import relaxpack.tvm_setup  # noqa: F401
+from tvm import relax
+
+from relaxpack.relax_models.config import ModelConfig
+from relaxpack.relax_models.ops import Expr, Graph
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step gives to every layer. `attention_name` selects the placeholder; `integers` are its operands after
+    qkv and pages, in its order."""
+
+    token_ids: Expr          # i32[t]
+    pages: Expr
+    integers: list[Expr]
+    attention_name: str
+    logit_rows: Expr | None  # i32[r]; None: every row
+
+
+class Decoder:
+    """Builds the graph of one step. `parameters` maps a checkpoint name to its Relax variable and is filled on
+    demand by `parameter(name, shape)`."""
+
+    def __init__(self, config: ModelConfig, dtype: str) -> None:
+        self.config, self.dtype = config, dtype
+        self.parameters: dict[str, relax.Var] = {}
+
+    def parameter(self, name: str, *shape: int) -> relax.Var:
+        if name not in self.parameters:
+            self.parameters[name] = relax.Var(name, relax.TensorType(list(shape), self.dtype))
+        return self.parameters[name]
+
+    def linear(self, graph: Graph, x: Expr, prefix: str, out: int, inner: int, bias: bool) -> Expr:
+        weight = self.parameter(f"{prefix}.weight", out, inner)
+        return graph.linear(x, weight, self.parameter(f"{prefix}.bias", out) if bias else None)
+
+    def norm(self, graph: Graph, x: Expr, name: str) -> Expr:
+        return graph.rms_norm(x, self.parameter(name, self.config.hidden_size), self.config.norm_epsilon)
+
+    def attention_block(self, graph: Graph, h: Expr, step: StepInputs, layer: int) -> Expr:
+        c = self.config
+        prefix = f"model.layers.{layer}.self_attn"
+        q_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        qkv = graph.concat([
+            self.linear(graph, h, f"{prefix}.{part}_proj", width, c.hidden_size, c.qkv_bias)
+            for part, width in (("q", q_width), ("k", kv_width), ("v", kv_width))])
+        norms = [self.parameter(f"{prefix}.{part}_norm.weight", c.head_dim) for part in "qk"] if c.qk_norm else []
+        o = graph.attention(step.attention_name, [qkv, step.pages, *step.integers, *norms],
+                            layer, c.layer_windows[layer], q_width)
+        return self.linear(graph, o, f"{prefix}.o_proj", c.hidden_size, q_width, c.output_bias)
+
+    def mlp_block(self, graph: Graph, h: Expr, layer: int) -> Expr:
+        c = self.config
+        prefix = f"model.layers.{layer}.mlp"
+        gate, up = (self.linear(graph, h, f"{prefix}.{part}_proj", c.intermediate_size, c.hidden_size, c.mlp_bias)
+                    for part in ("gate", "up"))
+        return self.linear(graph, graph.swiglu(gate, up), f"{prefix}.down_proj", c.hidden_size,
+                           c.intermediate_size, c.mlp_bias)
+
+    def __call__(self, graph: Graph, step: StepInputs) -> Expr:
+        """Logits f32[r, V]."""
+        c = self.config
+        table = self.parameter("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+        x = graph.take_rows(table, step.token_ids)
+        for layer in range(c.num_layers):
+            prefix = f"model.layers.{layer}"
+            h = self.norm(graph, x, f"{prefix}.input_layernorm.weight")
+            x = graph.add(self.attention_block(graph, h, step, layer), x)
+            h = self.norm(graph, x, f"{prefix}.post_attention_layernorm.weight")
+            x = graph.add(self.mlp_block(graph, h, layer), x)
+        if step.logit_rows is not None:
+            x = graph.take_rows(x, step.logit_rows)
+        x = self.norm(graph, x, "model.norm.weight")
+        head = table if c.tie_embeddings else self.parameter("lm_head.weight", c.vocab_size, c.hidden_size)
+        logits = graph.linear(x, head)
+        return logits if self.dtype == "float32" else graph(relax.op.astype(logits, "float32"))

@@ -1,0 +1,82 @@
+"""How a parameter of the compiled functions is made from checkpoint tensors. Passes write recipes, `compile.py` executes
+them as a stream. A recipe is a small tree: a checkpoint tensor, rows stacked, a cast, or a packing for a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class FromCheckpoint:
+    tensor: str
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Parts stacked along axis 0 (the output features)."""
+
+    parts: tuple[Recipe, ...]
+
+
+@dataclass(frozen=True)
+class Cast:
+    dtype: str
+    of: Recipe
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One buffer (`suffix`) of the packed form of a weight `[out_features, in_features]` in weight format `format`,
+    laid out as the target's kernels want it. All buffers of one weight share everything but `suffix`."""
+
+    format: str
+    out_features: int
+    in_features: int
+    swiglu: bool
+    suffix: str
+    of: Recipe
+
+
+Recipe = FromCheckpoint | Concat | Cast | Pack
+
+
+def checkpoint_tensors(recipe: Recipe) -> list[str]:
+    """Names of the checkpoint tensors a recipe reads, in order."""
+    if isinstance(recipe, FromCheckpoint):
+        return [recipe.tensor]
+    if isinstance(recipe, Concat):
+        return [name for part in recipe.parts for name in checkpoint_tensors(part)]
+    return checkpoint_tensors(recipe.of)
+
+
+def to_json(recipe: Recipe) -> dict[str, Any]:
+    if isinstance(recipe, FromCheckpoint):
+        return {"tensor": recipe.tensor}
+    if isinstance(recipe, Concat):
+        return {"concat": [to_json(part) for part in recipe.parts]}
+    if isinstance(recipe, Cast):
+        return {"cast": recipe.dtype, "of": to_json(recipe.of)}
+    return {"pack": recipe.format, "shape": [recipe.out_features, recipe.in_features], "swiglu": recipe.swiglu,
+            "suffix": recipe.suffix, "of": to_json(recipe.of)}
+
+
+def from_json(data: dict[str, Any]) -> Recipe:
+    if "tensor" in data:
+        return FromCheckpoint(data["tensor"])
+    if "concat" in data:
+        return Concat(tuple(from_json(part) for part in data["concat"]))
+    if "cast" in data:
+        return Cast(data["cast"], from_json(data["of"]))
+    n, k = data["shape"]
+    return Pack(data["pack"], n, k, data["swiglu"], data["suffix"], from_json(data["of"]))
+
+
+def dumps(recipes: dict[str, Recipe]) -> str:
+    return json.dumps({name: to_json(recipe) for name, recipe in recipes.items()})
+
+
+def loads(text: str) -> dict[str, Recipe]:
+    return {name: from_json(data) for name, data in json.loads(text).items()}

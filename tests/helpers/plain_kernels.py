@@ -1,0 +1,257 @@
+"""A kernel provider of plain loops for float32: the slowest correct one. Pass tests use it, so that they depend on no
+schedule; weights stay `[N, K]`, gate rows before up rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import relaxpack.tvm_setup  # noqa: F401
+from tvm.script import tirx as T
+
+from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, LinearSpec, NormSpec, Stage, WeightLayout
+from relaxpack.weight_format import QuantizedTensor, WeightFormat
+
+ATTRS = {"op_pattern": 8, "tirx.is_scheduled": True, "tirx.noalias": True}
+
+
+def _kernel(func: Any, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...],
+            inplace: tuple[str, ...] = ()) -> Kernel:
+    return Kernel((Stage(func, name, inputs, outputs, inplace),), "rule:plain")
+
+
+def _linear(n: int, k: int, bias: bool, swiglu: bool) -> Any:
+    width = n // 2 if swiglu else n
+    bias_n = n if bias else 1
+
+    @T.prim_func(private=True, s_tir=True)
+    def f(x_h: T.handle, w: T.Buffer((T.int64(n), T.int64(k)), "float32"),
+          bias_b: T.Buffer((T.int64(bias_n),), "float32"), y_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        x = T.match_buffer(x_h, (t, T.int64(k)), "float32")
+        y = T.match_buffer(y_h, (t, T.int64(width)), "float32")
+        for i in range(t):
+            for j in range(width):
+                a = T.alloc_buffer((2,), "float32")
+                a[0] = T.float32(0)
+                a[1] = T.float32(0)
+                for c in range(k):
+                    a[0] = a[0] + x[i, c] * w[j, c]
+                    if swiglu:
+                        a[1] = a[1] + x[i, c] * w[width + j, c]
+                if bias:
+                    a[0] = a[0] + bias_b[j]
+                    if swiglu:
+                        a[1] = a[1] + bias_b[width + j]
+                if swiglu:
+                    y[i, j] = a[0] / (T.float32(1) + T.exp(-a[0])) * a[1]
+                else:
+                    y[i, j] = a[0]
+
+    @T.prim_func(private=True, s_tir=True)
+    def g(x_h: T.handle, w: T.Buffer((T.int64(n), T.int64(k)), "float32"), y_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        x = T.match_buffer(x_h, (t, T.int64(k)), "float32")
+        y = T.match_buffer(y_h, (t, T.int64(width)), "float32")
+        for i in range(t):
+            for j in range(width):
+                a = T.alloc_buffer((2,), "float32")
+                a[0] = T.float32(0)
+                a[1] = T.float32(0)
+                for c in range(k):
+                    a[0] = a[0] + x[i, c] * w[j, c]
+                    if swiglu:
+                        a[1] = a[1] + x[i, c] * w[width + j, c]
+                if swiglu:
+                    y[i, j] = a[0] / (T.float32(1) + T.exp(-a[0])) * a[1]
+                else:
+                    y[i, j] = a[0]
+    return f if bias else g
+
+
+def _embedding(v: int, h: int) -> Any:
+    @T.prim_func(private=True, s_tir=True)
+    def f(ids_h: T.handle, w: T.Buffer((T.int64(v), T.int64(h)), "float32"), y_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        ids = T.match_buffer(ids_h, (t,), "int32")
+        y = T.match_buffer(y_h, (t, T.int64(h)), "float32")
+        for i in range(t):
+            for j in range(h):
+                y[i, j] = w[ids[i], j]
+    return f
+
+
+def _norm(h: int, eps: float) -> Any:
+    @T.prim_func(private=True, s_tir=True)
+    def f(x_h: T.handle, w: T.Buffer((T.int64(h),), "float32"), y_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        x = T.match_buffer(x_h, (t, T.int64(h)), "float32")
+        y = T.match_buffer(y_h, (t, T.int64(h)), "float32")
+        for i in range(t):
+            a = T.alloc_buffer((1,), "float32")
+            a[0] = T.float32(0)
+            for j in range(h):
+                a[0] = a[0] + x[i, j] * x[i, j]
+            for j in range(h):
+                y[i, j] = x[i, j] / T.sqrt(a[0] / T.float32(h) + T.float32(eps)) * w[j]
+    return f
+
+
+def _add_norm(h: int, eps: float) -> Any:
+    @T.prim_func(private=True, s_tir=True)
+    def f(x_h: T.handle, r_h: T.handle, w: T.Buffer((T.int64(h),), "float32"), s_h: T.handle, y_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        x = T.match_buffer(x_h, (t, T.int64(h)), "float32")
+        r = T.match_buffer(r_h, (t, T.int64(h)), "float32")
+        s = T.match_buffer(s_h, (t, T.int64(h)), "float32")
+        y = T.match_buffer(y_h, (t, T.int64(h)), "float32")
+        for i in range(t):
+            a = T.alloc_buffer((1,), "float32")
+            a[0] = T.float32(0)
+            for j in range(h):
+                s[i, j] = x[i, j] + r[i, j]
+                a[0] = a[0] + s[i, j] * s[i, j]
+            for j in range(h):
+                y[i, j] = s[i, j] / T.sqrt(a[0] / T.float32(h) + T.float32(eps)) * w[j]
+    return f
+
+
+def _rope_append(s: AttentionSpec) -> Any:
+    L, H, KV, D, R, P = s.num_layers, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, s.page_size
+    half, positions_n = R // 2, s.max_position
+    assert s.qk_norm_epsilon is None, "PlainKernels has no head norm"
+
+    @T.prim_func(private=True, s_tir=True)
+    def f(qkv_h: T.handle, table: T.Buffer((T.int64(positions_n), T.int64(R)), "float32"), pos_h: T.handle,
+          slot_h: T.handle, pages_h: T.handle, layer: T.int64, q_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        p = T.int64()
+        qkv = T.match_buffer(qkv_h, (t, T.int64((H + 2 * KV) * D)), "float32")
+        pos = T.match_buffer(pos_h, (t,), "int32")
+        slot = T.match_buffer(slot_h, (t,), "int32")
+        pages = T.match_buffer(pages_h, (T.int64(L), p, T.int64(2), T.int64(KV), T.int64(P), T.int64(D)), "float32")
+        q = T.match_buffer(q_h, (t, T.int64(H * D)), "float32")
+        for i in range(t):
+            for h in range(H + 2 * KV):
+                for d in range(D):
+                    v = T.alloc_buffer((1,), "float32")
+                    v[0] = qkv[i, h * D + d]
+                    if h < H + KV:
+                        if d < half:
+                            v[0] = v[0] * table[pos[i], d] - qkv[i, h * D + d + half] * table[pos[i], half + d]
+                        elif d < R:
+                            v[0] = v[0] * table[pos[i], d - half] + qkv[i, h * D + d - half] * table[pos[i], d]
+                    if h < H:
+                        q[i, h * D + d] = v[0]
+                    elif h < H + KV:
+                        pages[layer, slot[i] // P, 0, h - H, slot[i] % P, d] = v[0]
+                    else:
+                        pages[layer, slot[i] // P, 1, h - H - KV, slot[i] % P, d] = v[0]
+    return f
+
+
+def _attention(s: AttentionSpec, prefill: bool) -> Any:
+    L, H, KV, D, P, M = s.num_layers, s.num_heads, s.num_kv_heads, s.head_dim, s.page_size, s.max_pages
+    window, scale, G = s.window or 1 << 30, s.scale, s.num_heads // s.num_kv_heads
+
+    @T.inline
+    def one_row(q, pages, table, y, layer, row, seq, last):
+        for h in range(H):
+            acc = T.alloc_buffer((D + 3,), "float32")
+            for d in range(D + 3):
+                acc[d] = T.float32(0)
+            acc[D + 1] = T.float32(-1e30)
+            for pass_ in range(2):
+                for k in range(last + 1):
+                    if k > last - window:
+                        acc[D + 2] = T.float32(0)
+                        for d in range(D):
+                            acc[D + 2] = acc[D + 2] + q[row, h * D + d] * pages[layer, table[seq, k // P], 0, h // G, k % P, d]
+                        acc[D + 2] = acc[D + 2] * T.float32(scale)
+                        if pass_ == 0:
+                            acc[D + 1] = T.max(acc[D + 1], acc[D + 2])
+                        else:
+                            acc[D + 2] = T.exp(acc[D + 2] - acc[D + 1])
+                            acc[D] = acc[D] + acc[D + 2]
+                            for d in range(D):
+                                acc[d] = acc[d] + acc[D + 2] * pages[layer, table[seq, k // P], 1, h // G, k % P, d]
+            for d in range(D):
+                y[row, h * D + d] = acc[d] / acc[D]
+
+    @T.prim_func(private=True, s_tir=True)
+    def decode(q_h: T.handle, pages_h: T.handle, table_h: T.handle, len_h: T.handle, layer: T.int64, y_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        p = T.int64()
+        q = T.match_buffer(q_h, (t, T.int64(H * D)), "float32")
+        pages = T.match_buffer(pages_h, (T.int64(L), p, T.int64(2), T.int64(KV), T.int64(P), T.int64(D)), "float32")
+        table = T.match_buffer(table_h, (t, T.int64(M)), "int32")
+        lengths = T.match_buffer(len_h, (t,), "int32")
+        y = T.match_buffer(y_h, (t, T.int64(H * D)), "float32")
+        for i in range(t):
+            one_row(q, pages, table, y, layer, i, i, lengths[i] - 1)
+
+    @T.prim_func(private=True, s_tir=True)
+    def prefill_(q_h: T.handle, pages_h: T.handle, table_h: T.handle, start_h: T.handle, len_h: T.handle,
+                 layer: T.int64, y_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        b = T.int64()
+        p = T.int64()
+        q = T.match_buffer(q_h, (t, T.int64(H * D)), "float32")
+        pages = T.match_buffer(pages_h, (T.int64(L), p, T.int64(2), T.int64(KV), T.int64(P), T.int64(D)), "float32")
+        table = T.match_buffer(table_h, (b, T.int64(M)), "int32")
+        start = T.match_buffer(start_h, (b + T.int64(1),), "int32")
+        lengths = T.match_buffer(len_h, (b,), "int32")
+        y = T.match_buffer(y_h, (t, T.int64(H * D)), "float32")
+        for j in range(b):
+            for i in range(start[j + 1] - start[j]):
+                one_row(q, pages, table, y, layer, start[j] + i, j, lengths[j] - start[j + 1] + start[j] + i)
+    return prefill_ if prefill else decode
+
+
+class PlainKernels:
+    """`relaxpack.kernel_spec.KernelProvider` for float32 weights, activations and pages."""
+
+    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
+        assert weight.name == "f32"
+        return WeightLayout("plain", (("", (out_features, in_features), "float32"),))
+
+    def pack(self, layout: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str, np.ndarray]:
+        assert isinstance(weight, np.ndarray)
+        return {"": weight}
+
+    def linear(self, spec: LinearSpec) -> Kernel:
+        n, k = spec.out_features, spec.in_features
+        name = f"linear_{n}x{k}{'_bias' * spec.bias}{'_swiglu' * spec.swiglu}"
+        inputs = ("x", "weight", "bias") if spec.bias else ("x", "weight")
+        return _kernel(_linear(n, k, spec.bias, spec.swiglu), name, inputs, ("y",))
+
+    def embedding(self, spec: EmbeddingSpec) -> Kernel:
+        return _kernel(_embedding(spec.vocab_size, spec.hidden_size), "embedding", ("token_ids", "weight"), ("y",))
+
+    def norm(self, spec: NormSpec) -> Kernel:
+        h, eps = spec.hidden_size, spec.epsilon
+        if spec.residual:
+            return _kernel(_add_norm(h, eps), "add_rms_norm", ("x", "residual", "weight"), ("total", "y"))
+        return _kernel(_norm(h, eps), "rms_norm", ("x", "weight"), ("y",))
+
+    def rope_append(self, spec: AttentionSpec) -> Kernel:
+        return _kernel(_rope_append(spec), "rope_append", ("qkv", "rope_table", "positions", "slots", "pages", "layer"),
+                       ("q",), ("pages",))
+
+    def decode_attention(self, spec: AttentionSpec) -> Kernel:
+        return _kernel(_attention(spec, False), f"decode_attention_{spec.window}",
+                       ("q", "pages", "page_table", "lengths", "layer"), ("y",))
+
+    def prefill_attention(self, spec: AttentionSpec) -> Kernel:
+        return _kernel(_attention(spec, True), f"prefill_attention_{spec.window}",
+                       ("q", "pages", "page_table", "query_start", "lengths", "layer"), ("y",))
