@@ -87,12 +87,12 @@ class ChatTemplate:
                **variables: Any) -> str:
         """The prompt as one string. `name` picks one of several templates; by default `tool_use` where
         tools are given and it exists. `fold_system` moves a system message into the first user message."""
-        messages = [normalize_message(message) for message in messages]
-        if not messages:
+        normal = [normalize_message(message) for message in messages]
+        if not normal:
             raise RequestError("messages is empty: give at least one message", param="messages")
         if fold_system:
-            messages = fold_system_message(messages)
-        return self._render(messages, list(tools) if tools else None, add_generation_prompt, name, variables)
+            normal = fold_system_message(normal)
+        return self._render(normal, list(tools) if tools else None, add_generation_prompt, name, variables)
 
     def encode(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None,
                add_generation_prompt: bool = True, name: str | None = None, fold_system: bool = False,

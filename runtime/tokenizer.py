@@ -128,10 +128,12 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special=skip_special, continuation=continuation)
         return detokenizer.add(ids) + detokenizer.finish()
 
-    def detokenizer(self, *, skip_special: bool = True, continuation: bool = False) -> Detokenizer:
-        """A fresh stream. `continuation`: the text goes on after a raw prompt, so its first space is kept."""
-        return Detokenizer(self.token_bytes, skip=self.special_ids if skip_special else frozenset(),
-                           continuation=continuation)
+    def detokenizer(self, *, skip_special: bool = True, continuation: bool = False,
+                    show: Iterable[str] = ()) -> Detokenizer:
+        """A fresh stream. `continuation`: the text goes on after a raw prompt, so its first space is kept. `show`
+        names special tokens that have text even so (markers of tool calls)."""
+        skip = self.special_ids - {self.token_id(token) for token in show} if skip_special else frozenset()
+        return Detokenizer(self.token_bytes, skip=skip, continuation=continuation)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -150,7 +152,7 @@ class Tokenizer:
     # merges across borders, leading spaces and Metaspace's "first" rule come out as in an ordinary encoding.
 
     @cached_property
-    def _plain_backend(self) -> tuple[tokenizers.Tokenizer, dict[tuple[bool, bool, bool], str], frozenset[int]]:
+    def _plain_backend(self) -> tuple[Any, dict[tuple[bool, bool, bool], str], frozenset[int]]:
         backend = tokenizers.Tokenizer.from_str(json.dumps(self._source))
         backend.no_padding()
         backend.no_truncation()
@@ -160,7 +162,7 @@ class Tokenizer:
         names = {flag: f"{nonce}:{n}:" for n, flag in enumerate(flags)}
         backend.add_tokens([tokenizers.AddedToken(name, lstrip=f[0], rstrip=f[1], single_word=f[2],
                                                   normalized=False) for f, name in names.items()])
-        return backend, names, frozenset(backend.token_to_id(name) for name in names.values())
+        return backend, names, frozenset(i for i in map(backend.token_to_id, names.values()) if i is not None)
 
     def _encode_with_owned(self, text: str, owned: Sequence[tuple[int, int]]) -> list[int]:
         """Encode `text`, where only the spans in `owned` are special tokens."""
