@@ -1,0 +1,154 @@
+"""Canaries: prompts with the answers the model gave when it was built, compared with those it gives here.
+
+Prompts are token ids, so neither tokenizer nor sampling is involved. Running a model is not known here; `compare` is a
+pure function of numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from relaxpack.dist.integrity import canonical_json, parse_json
+from relaxpack.errors import DamagedMemberError, NewerFormatError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+CANARY = "canary.json"
+CANARY_VERSION = 1
+# Largest accepted difference of a logit. The same library on another CPU or GPU sums in another order at most; a wrong
+# layout, a lost instruction set or damaged weights are off by whole units. Formats that round activations on the way
+# (to int8, or to a 16-bit float) turn a change of the last bit into a step, hence the larger values.
+_TOLERANCE = {"f32": 2e-3, "f16": 5e-2, "bf16": 2e-1}
+_QUANTIZED_TOLERANCE = 2e-1
+
+
+def tolerance(weight_formats: Iterable[str], activation_dtype: str = "float32") -> float:
+    """Tolerance for logits of a model whose linear weights have these formats: the largest of theirs."""
+    values = [_TOLERANCE.get(name, _QUANTIZED_TOLERANCE) for name in weight_formats]
+    values.append({"float32": 0.0, "float16": 5e-2, "bfloat16": 2e-1}.get(activation_dtype, _QUANTIZED_TOLERANCE))
+    return max(values)
+
+
+@dataclass(frozen=True)
+class Canary:
+    """One prompt and the answers at build time.
+
+    `top_ids`, `top_logits`: the largest logits after the whole prompt, largest first. `greedy_ids`: the greedy
+    continuation; `margins[i]`: by how much its logit led the second best (a difference there within the tolerance is
+    no fault).
+    """
+
+    name: str
+    prompt_ids: tuple[int, ...]
+    top_ids: tuple[int, ...]
+    top_logits: tuple[float, ...]
+    greedy_ids: tuple[int, ...]
+    margins: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class CanarySet:
+    tolerance: float
+    canaries: tuple[Canary, ...]
+
+    def to_bytes(self) -> bytes:
+        return canonical_json({"format_version": CANARY_VERSION, "tolerance": self.tolerance,
+                               "canaries": [asdict(canary) for canary in self.canaries]}, first="format_version")
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> CanarySet:
+        """Raises DamagedMemberError or NewerFormatError."""
+        value = parse_json(CANARY, data)
+        try:
+            version = value["format_version"]
+            if type(version) is int and version > CANARY_VERSION:
+                raise NewerFormatError(f"{CANARY} has format {version}, this relaxpack reads up to {CANARY_VERSION}")
+            canaries = tuple(_read(entry) for entry in value["canaries"])
+            result = cls(float(value["tolerance"]), canaries)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedMemberError(f"{CANARY} is damaged: {type(error).__name__}: {error}") from None
+        if not canaries:
+            raise DamagedMemberError(f"{CANARY} is damaged: it has no canaries")
+        return result
+
+
+def _read(entry: dict[str, Any]) -> Canary:
+    canary = Canary(str(entry["name"]), _ids(entry["prompt_ids"]), _ids(entry["top_ids"]),
+                    tuple(float(x) for x in entry["top_logits"]), _ids(entry["greedy_ids"]),
+                    tuple(float(x) for x in entry["margins"]))
+    if (not canary.prompt_ids or not canary.top_ids or len(canary.top_ids) != len(canary.top_logits)
+            or len(canary.greedy_ids) != len(canary.margins)):
+        raise ValueError(f"canary {canary.name!r} has lists of different lengths")
+    return canary
+
+
+def _ids(values: list[Any]) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError("token ids must be natural numbers")
+    return tuple(values)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model answers now: all logits after the prompt, and its greedy continuation."""
+
+    logits: Sequence[float] | np.ndarray
+    greedy_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class CanaryReport:
+    """`max_difference`: of the expected top logits, infinite where a value is not finite. `diverged_at`: the first
+    step whose greedy token differs, None where none does."""
+
+    name: str
+    ok: bool
+    max_difference: float
+    diverged_at: int | None
+    message: str
+
+    def to_json(self) -> dict[str, Any]:
+        value = asdict(self)
+        if math.isinf(self.max_difference):
+            value["max_difference"] = None
+        return value
+
+
+def compare(expected: Canary, actual: Answer, tolerance: float) -> CanaryReport:
+    """Compare one canary with the answer of now. The logits must agree within `tolerance`; a greedy token may differ
+    only where the two best were so close at build time that this tolerance explains it, and nothing after it is
+    compared then."""
+    vocabulary = len(actual.logits)
+    if max(expected.top_ids) >= vocabulary:
+        return CanaryReport(expected.name, False, math.inf, None, f"the model answers {vocabulary} logits, the canary "
+                            f"knows token {max(expected.top_ids)}")
+    here = [float(actual.logits[token]) for token in expected.top_ids]
+    if not all(math.isfinite(value) for value in here):
+        return CanaryReport(expected.name, False, math.inf, None, "the logits are not finite numbers")
+    differences = [abs(a - b) for a, b in zip(here, expected.top_logits, strict=True)]
+    worst = max(range(len(differences)), key=differences.__getitem__)
+    difference = differences[worst]
+    if not difference <= tolerance:
+        return CanaryReport(expected.name, False, difference, None,
+                            f"the logit of token {expected.top_ids[worst]} is {here[worst]:.4f}, it was "
+                            f"{expected.top_logits[worst]:.4f} at build (tolerance {tolerance:g})")
+    if len(actual.greedy_ids) != len(expected.greedy_ids):
+        return CanaryReport(expected.name, False, difference, None,
+                            f"{len(actual.greedy_ids)} greedy tokens, expected {len(expected.greedy_ids)}")
+    pairs = zip(actual.greedy_ids, expected.greedy_ids, strict=True)
+    diverged = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    steps = len(expected.greedy_ids)
+    close = f"logits within {difference:.2g} (tolerance {tolerance:g})"
+    if diverged is None:
+        return CanaryReport(expected.name, True, difference, None, f"{close}, all {steps} greedy tokens equal")
+    margin = expected.margins[diverged]
+    # Two logits may each have moved by the tolerance.
+    ok = margin <= 2 * tolerance
+    return CanaryReport(expected.name, ok, difference, diverged,
+                        f"{close}, greedy token {diverged} of {steps} is {actual.greedy_ids[diverged]} instead of "
+                        f"{expected.greedy_ids[diverged]}, which led by {margin:.2g}"
+                        + (": a tie within the tolerance" if ok else ""))

@@ -1,0 +1,69 @@
+"""Which code runs on which machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from relaxpack.dist.compat import choose_target, reasons_against
+from relaxpack.dist.host import Gpu, Host, cuda_driver, detect_host
+from relaxpack.target import TargetSpec, host_cpu_features
+from tests.helpers.bundles import target_entry
+
+
+def gpu_host(*capabilities: tuple[int, int]) -> Host:
+    gpus = tuple(Gpu(f"GPU{i}", c, 1 << 34) for i, c in enumerate(capabilities))
+    return Host("x86_64", ("avx2", "fma", "f16c"), gpus)
+
+
+@pytest.mark.parametrize(("arch", "capability", "runs"), [
+    ("sm_80", (8, 0), True), ("sm_80", (8, 6), True), ("sm_80", (8, 9), True), ("sm_80", (9, 0), False),
+    ("sm_86", (8, 0), False), ("sm_86", (8, 9), True), ("sm_89", (8, 6), False), ("sm_90", (9, 0), True),
+    ("sm_90", (10, 0), False), ("sm_90a", (9, 0), True), ("sm_90a", (10, 0), False), ("sm_90a", (8, 9), False),
+    ("sm_100a", (10, 0), True), ("sm_100a", (10, 3), False), ("sm_120", (12, 0), True), ("sm_120", (12, 1), True),
+    ("sm_120", (10, 0), False)])
+def test_machine_code_for_gpus(arch: str, capability: tuple[int, int], runs: bool) -> None:
+    reasons = reasons_against(TargetSpec("cuda", arch), gpu_host(capability))
+    assert (reasons == ()) is runs
+    if not runs:
+        assert f"GPU0 has {capability[0]}.{capability[1]}" in reasons[0]
+
+
+def test_any_fitting_gpu_is_enough() -> None:
+    assert reasons_against(TargetSpec("cuda", "sm_90a"), gpu_host((8, 0), (9, 0))) == ()
+
+
+def test_reasons_are_named() -> None:
+    host = gpu_host()
+    assert reasons_against(TargetSpec("cuda", "sm_90a"), host) == (
+        "this machine has no NVIDIA GPU that its driver shows",)
+    assert reasons_against(TargetSpec("cpu", "x86-64-v4", ("avx2", "avx512f", "avx512bw")), host) == (
+        "this CPU lacks avx512f avx512bw",)
+    assert "aarch64" in reasons_against(TargetSpec("cpu", "x86-64-v3", ()), replace(host, machine="aarch64"))[0]
+    assert "unknown" in reasons_against(TargetSpec("npu", "x"), host)[0]
+    assert "unknown" in reasons_against(TargetSpec("cuda", "compute_90"), host)[0]
+
+
+def test_the_best_target_is_chosen() -> None:
+    specs = [TargetSpec("cpu", "x86-64-v3", ("avx2",)), TargetSpec("cpu", "znver4", ("avx2", "fma")),
+             TargetSpec("cuda", "sm_90"), TargetSpec("cuda", "sm_90a"), TargetSpec("cpu", "x86-64-v4", ("avx512f",))]
+    entries = [target_entry([], spec) for spec in specs]
+
+    def chosen(host: Host, kind: str | None = None) -> str | None:
+        entry = choose_target(entries, host, kind)
+        return entry and entry.target.arch
+
+    assert chosen(gpu_host((9, 0))) == "sm_90a"
+    assert chosen(gpu_host((8, 0))) == "znver4"
+    assert chosen(gpu_host((9, 0)), kind="cpu") == "znver4"
+    assert chosen(gpu_host((8, 0)), kind="cuda") is None
+
+
+def test_this_machine() -> None:
+    host = detect_host()
+    assert host.cpu_features == host_cpu_features()
+    assert reasons_against(TargetSpec("cpu", "any", host.cpu_features), host) == ()
+    driver = cuda_driver()
+    assert bool(driver.gpus) <= (driver.version is not None)
+    assert driver.gpus or driver.problem

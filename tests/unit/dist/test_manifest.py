@@ -1,0 +1,79 @@
+"""The manifest's one byte form, what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from relaxpack.dist.manifest import FORMAT_VERSION, Manifest, Member
+from relaxpack.errors import DamagedMemberError, NewerFormatError, NotABundleError, UnsafeMemberError
+from tests.helpers.bundles import make_manifest, target_entry
+
+MANIFEST = replace(make_manifest(target_entry(["a", "b.codes"])), members={"lib/x.so": Member(3, "ab" * 32)})
+
+
+def changed(**values: Any) -> bytes:
+    return json.dumps({**json.loads(MANIFEST.to_bytes()), **values}).encode()
+
+
+def test_round_trip_and_canonical_form() -> None:
+    data = MANIFEST.to_bytes()
+    assert data.startswith(b'{\n  "format_version": 1,\n  "build_options"') and data.endswith(b"}\n")
+    assert Manifest.from_bytes(data) == MANIFEST
+    backwards = json.dumps(dict(reversed(json.loads(data).items()))).encode()
+    assert Manifest.from_bytes(backwards).to_bytes() == data, "the order of keys does not matter"
+
+
+def test_unknown_fields_are_kept() -> None:
+    value = json.loads(MANIFEST.to_bytes())
+    value["later"] = {"x": [1, 2]}
+    value["model_info"]["rope"] = "new"
+    value["weights"]["note"] = "n"
+    value["targets"][0]["speed"] = 3
+    value["targets"][0]["target"]["tune"] = "z"
+    manifest = Manifest.from_bytes(json.dumps(value).encode())
+    assert json.loads(manifest.to_bytes()) == value
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+
+
+def test_newer_format_is_refused_by_name_whatever_else_it_holds() -> None:
+    data = json.dumps({"format_version": FORMAT_VERSION + 1, "relaxpack_version": "9.1", "targets": "other"}).encode()
+    with pytest.raises(NewerFormatError, match="format 2 is newer.*relaxpack 9.1"):
+        Manifest.from_bytes(data)
+
+
+@pytest.mark.parametrize("data", [b"[]", b"{}", b'{"format_version": "1"}', b'{"format_version": true}',
+                                  b'{"format_version": 0}'])
+def test_no_format_version_is_not_a_bundle(data: bytes) -> None:
+    with pytest.raises(NotABundleError):
+        Manifest.from_bytes(data)
+
+
+@pytest.mark.parametrize("data", [
+    b"", b"\xff", b"{", b'{"format_version": 1}', b'{"format_version": 1, "format_version": 1}',
+    b'{"format_version": NaN}', b"[" * 100_000,
+    changed(members=[]), changed(members={"a": 1}), changed(members={"a": {"bytes": -1, "sha256": "ab" * 32}}),
+    changed(members={"a": {"bytes": 1, "sha256": "AB" * 32}}),
+    changed(members={"a": {"bytes": True, "sha256": "ab" * 32}}),
+    changed(targets=[{}]), changed(targets=[3]), changed(model_info={}), changed(weights=None), changed(key=5),
+], ids=range(17))
+def test_damage(data: bytes) -> None:
+    with pytest.raises(DamagedMemberError, match="manifest.json is damaged"):
+        Manifest.from_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a//b", "a/./b", "a/../b", "", ".", ".hidden", "a\\b", "C:x",
+                                  "-x", "a\x00b", "a\nb", "é", "a" * 300, "a/"])
+def test_unsafe_member_names(name: str) -> None:
+    with pytest.raises(UnsafeMemberError):
+        Manifest.from_bytes(changed(members={name: {"bytes": 1, "sha256": "ab" * 32}}))
+
+
+def test_unsafe_names_in_targets() -> None:
+    for field in ("library", "params"):
+        entry = {**json.loads(MANIFEST.to_bytes())["targets"][0], field: "../../x"}
+        with pytest.raises(UnsafeMemberError):
+            Manifest.from_bytes(changed(targets=[entry]))
