@@ -1,0 +1,52 @@
+"""`HostExecutor`: pairs a model runner with the NumPy sampler, one step at a time.
+
+This is the seam for devices: an executor that samples on the device and returns from `submit` early implements the same
+two calls. Masks of constrained sequences are computed on another thread while the model runs.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from relaxpack.runtime.sampler import sample
+from relaxpack.runtime.step_plan import ModelRunner, StepPlan, StepResult, StepSampling
+
+
+class _Done:
+    """The handle of a step that is already done."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class HostExecutor:
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._mask_thread: ThreadPoolExecutor | None = None
+
+    def submit(self, plan: StepPlan, sampling: StepSampling) -> _Done:
+        masks = self._start_masks(sampling)
+        logits = self._runner.forward(plan)
+        expected = sum(len(s.logit_offsets) for s in plan.sequences)
+        assert logits.shape == (expected, self._runner.vocab_size), (logits.shape, expected)
+        return _Done(sample(logits, sampling.rows, sampling.states, sampling.prompt_scores,
+                            masks.result() if masks else None))
+
+    def _start_masks(self, sampling: StepSampling) -> Future[dict[int, np.ndarray | None]] | None:
+        constraints = {i: s.constraint for i, s in enumerate(sampling.states) if s.constraint is not None}
+        if not constraints:
+            return None
+        if self._mask_thread is None:
+            self._mask_thread = ThreadPoolExecutor(1, "relaxpack-masks")
+        return self._mask_thread.submit(lambda: {i: c.mask() for i, c in constraints.items()})
+
+    def close(self) -> None:
+        if self._mask_thread is not None:
+            self._mask_thread.shutdown()
