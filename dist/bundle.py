@@ -140,7 +140,7 @@ class Bundle:
         return ParamsReader(self._store, self.param_members(stem))
 
     def params(self, stem: str) -> Iterator[tuple[str, np.ndarray]]:
-        """(tensor name, read-only memory-mapped array) of a target's parameters, in the manifest's order. Raises
+        """(tensor name, memory-mapped array) of a target's parameters, in the manifest's order. Raises
         DamagedMemberError before the first one if the shards hold other tensors than the manifest names."""
         reader = self.open_params(stem)
         order = next((entry.param_order for entry in self.manifest.targets if entry.params == stem), None)

@@ -144,7 +144,8 @@ class ParamsWriter:
 
 
 class ParamsReader:
-    """The tensors of some shards. Arrays are read-only views of mapped files: nothing is read before it is touched."""
+    """The tensors of some shards. Arrays are views of privately mapped files: nothing is read before it is touched.
+    They are writable only so that DLPack takes them; what is written stays in this process."""
 
     def __init__(self, store: Store, members: Sequence[str]) -> None:
         self._store = store
@@ -203,7 +204,7 @@ class ParamsReader:
         if member not in self._maps:
             file, _, _ = self._store.region(member)
             with file.open("rb") as f:
-                self._maps[member] = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+                self._maps[member] = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
         return np.frombuffer(self._maps[member], numpy_dtype(dtype), count, offset).reshape(shape)
 
     def items(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:

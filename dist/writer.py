@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from relaxpack.dist.integrity import check_member_name, sha256_stream
 from relaxpack.dist.manifest import MANIFEST, Manifest, Member
-from relaxpack.dist.params import ParamsWriter
+from relaxpack.dist.params import ParamsReader, ParamsWriter
 from relaxpack.dist.store import SINGLE_FILE_SUFFIX, FolderStore, open_store, write_single_file
 from relaxpack.errors import BundleError, EnvironmentProblem
 
@@ -85,6 +85,11 @@ class BundleWriter:
         for name in writer.members:
             self._place(name)
         self._params[stem] = writer.names
+
+    def open_params(self, stem: str) -> ParamsReader:
+        """What has been written under params/<stem>/, mapped; valid until the bundle is finished."""
+        prefix = f"params/{stem}/"
+        return ParamsReader(FolderStore(self._folder), sorted(n for n in self._members if n.startswith(prefix)))
 
     def finish(self, manifest: Manifest) -> Manifest:
         """Write the manifest with the digests of all members, and put the bundle in its place."""

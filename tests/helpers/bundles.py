@@ -14,8 +14,9 @@ from relaxpack.model_info import ModelInfo
 from relaxpack.target import TargetSpec
 
 INFO = ModelInfo(name="tiny", architecture="llama", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2,
-                 head_dim=16, vocab_size=100, max_context=128, page_size=16, kv_dtype="float32", activation_dtype="float32",
-                 max_batch=4, prefill_chunk=64, bos_token_id=1, end_token_ids=(2, 7), add_bos=False)
+                 head_dim=16, vocab_size=100, max_context=128, page_size=16, kv_dtype="float32",
+                 activation_dtype="float32", max_batch=4, prefill_chunk=64,
+                 bos_token_id=1, end_token_ids=(2, 7), add_bos=False)
 STEM = "cpu-x86-64-v3"
 LIBRARY = f"lib/{STEM}.so"
 SHARD = f"params/{STEM}/00001.safetensors"
@@ -49,7 +50,8 @@ def write_bundle(path: Path, force: bool = False, target: TargetSpec | None = No
             for name, buffers in parameters().items():
                 params.add(name, buffers)
         writer.add_bytes("canary.json", CANARIES.to_bytes())
-        writer.add_bytes("audit.json", canonical_json({"config.json": [
-            {"key": "hidden_size", "status": "used", "value": 64},
-            {"key": "torch_dtype", "status": "ignored", "why": "weights say their own dtype"}]}))
+        writer.add_bytes("audit.json", canonical_json({"entries": [
+            {"file": "config.json", "key": "hidden_size", "value": "64", "status": "used", "why": ""},
+            {"file": "config.json", "key": "use_cache", "value": "True", "status": "ignored", "why": "always on"}],
+            "warnings": ["lm_head.weight is tied"]}))
         return writer.finish(make_manifest(target_entry(params.names, target)))
