@@ -1,0 +1,255 @@
+"""`build_bundle`: the story from a checkpoint to a bundle, and the only place where the compile-side rooms meet.
+
+    open checkpoint → choose weight formats → export, passes, code → pack weights → canaries → bundle
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+import relaxpack
+from relaxpack import tvm_setup
+from relaxpack.dist.bundle import Bundle, BundleWriter
+from relaxpack.dist.canary import CANARY, CanarySet, tolerance
+from relaxpack.dist.compat import reasons_against
+from relaxpack.dist.host import detect_host
+from relaxpack.dist.integrity import canonical_json, sha256_bytes
+from relaxpack.dist.key import artifact_key
+from relaxpack.dist.manifest import Manifest, TargetEntry, WeightsSummary
+from relaxpack.dist.writer import check_destination
+from relaxpack.errors import CompileError, UsageError
+from relaxpack.kernel_spec import KernelProvider
+from relaxpack.lowering import Lowered, lower_model
+from relaxpack.model_info import ModelInfo
+from relaxpack.passes.config import PipelineConfig
+from relaxpack.passes.pipeline import OPTIONAL
+from relaxpack.recipe import Pack
+from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
+from relaxpack.relax_models.export import BuildLimits
+from relaxpack.target import TargetSpec, parse_target
+from relaxpack.weights import ParameterMaker, choose_formats
+
+CANARY_TEXTS = {"plain": "The capital of France is", "code": "def fibonacci(n):\n    ", "unicode": "今日は、世界。 Grüße 👋"}
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """`max_context` None: what the model supports. `kv_dtype` None: float32 for `f32` weights, else float16."""
+
+    weights: str = "as-is"
+    max_context: int | None = None
+    max_batch: int = 8
+    prefill_chunk: int = 512
+    page_size: int = 16
+    kv_dtype: str | None = None
+    disabled_passes: frozenset[str] = frozenset()
+    ignore_config_keys: tuple[str, ...] = ()
+    pretokenizer: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "disabled_passes": sorted(self.disabled_passes),
+                "ignore_config_keys": list(self.ignore_config_keys)}
+
+
+class Progress(Protocol):
+    """What a front end may show. `total` counts steps of the stage, or is None where it is one step."""
+
+    def stage(self, name: str, total: int | None = None) -> None: ...
+    def advance(self, what: str = "") -> None: ...
+
+
+class _Silent:
+    def stage(self, name: str, total: int | None = None) -> None:
+        return None
+
+    def advance(self, what: str = "") -> None:
+        return None
+
+
+@dataclass
+class BuildReport:
+    """What a build did: for the summary and for `--json`. Seconds by stage, bytes by kind."""
+
+    path: Path
+    manifest: Manifest
+    seconds: dict[str, float] = field(default_factory=dict)
+    library_bytes: int = 0
+    params_bytes: int = 0
+    phases: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec = "cpu",
+                 options: BuildOptions = BuildOptions(), *, force: bool = False, dump: Path | None = None,
+                 progress: Progress | None = None) -> BuildReport:
+    """Build a bundle of `model` (Hugging Face folder, .gguf file or a packaged name) at `output`.
+
+    Raises a RelaxpackError that says what is wrong; then nothing is left at `output`.
+    """
+    shown = progress or _Silent()
+    output = Path(output)
+    _check_options(options)
+    check_destination(output, force)
+    spec = parse_target(target) if isinstance(target, str) else target
+    seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(name: str, total: int | None = None) -> Iterator[None]:
+        shown.stage(name, total)
+        start = time.perf_counter()
+        yield
+        seconds[name] = round(time.perf_counter() - start, 3)
+
+    with stage("checkpoint"):
+        checkpoint = open_checkpoint(model, ignore_keys=options.ignore_config_keys, pretokenizer=options.pretokenizer)
+        limits = _limits(checkpoint, options)
+        formats = choose_formats(checkpoint, options.weights)
+        provider = kernel_provider(spec)
+        activation_dtype = "float32"
+        kv_dtype = options.kv_dtype or ("float32" if options.weights == "f32" else "float16")
+    with stage("compile", 6):
+        lowered = lower_model(checkpoint.config, limits, spec, provider, formats, activation_dtype, kv_dtype,
+                              PipelineConfig(options.disabled_passes), dump, shown.advance)
+    info = _model_info(checkpoint, limits, activation_dtype, kv_dtype)
+    with BundleWriter(output, force) as writer, tempfile.TemporaryDirectory() as scratch:
+        library = Path(scratch) / f"{spec.file_stem}.so"
+        with stage("library"):
+            lowered.executable.export_library(str(library))
+            writer.add_file(f"lib/{library.name}", library)
+        with stage("weights", len(lowered.parameters)):
+            params_bytes = _write_parameters(writer, spec, lowered, ParameterMaker(checkpoint, provider), shown)
+        _write_text_members(writer, checkpoint, lowered)
+        canaries = None
+        if not reasons_against(spec, detect_host()):
+            with stage("canaries", len(CANARY_TEXTS)):
+                canaries = _record_canaries(writer, spec, library, lowered, info, checkpoint, formats)
+                writer.add_bytes(CANARY, canaries.to_bytes())
+        with stage("bundle"):
+            manifest = writer.finish(_manifest(checkpoint, info, spec, lowered, options))
+    report = BuildReport(output, manifest, seconds, manifest.members[f"lib/{library.name}"].bytes, params_bytes,
+                         lowered.explanation["phases"], list(checkpoint.audit.warnings))
+    if canaries is None:
+        report.warnings.append(f"target {spec.name} cannot run here, so the bundle has no canaries")
+    return report
+
+
+def kernel_provider(target: TargetSpec) -> KernelProvider:
+    """The kernels for a target."""
+    if target.kind == "cpu":
+        from relaxpack.schedules.kernels.cpu.provider import CpuKernels
+
+        return CpuKernels(target)
+    raise CompileError(f"target {target.name}: no kernels for {target.kind}")
+
+
+def _check_options(options: BuildOptions) -> None:
+    for name in ("max_batch", "prefill_chunk", "page_size"):
+        if getattr(options, name) < 1:
+            raise UsageError(f"{name.replace('_', ' ')} {getattr(options, name)}: must be at least 1")
+    unknown = options.disabled_passes - set(OPTIONAL)
+    if unknown:
+        raise UsageError(f"unknown pass {sorted(unknown)[0]!r}: these can be disabled: {', '.join(OPTIONAL)}")
+
+
+def _limits(checkpoint: Checkpoint, options: BuildOptions) -> BuildLimits:
+    supported = checkpoint.config.max_position
+    wanted = options.max_context or supported
+    if wanted > supported and checkpoint.config.rope.kind != "dynamic":
+        raise UsageError(f"max context {wanted}: {checkpoint.source.name} supports {supported} tokens")
+    return BuildLimits(wanted, options.max_batch, min(options.prefill_chunk, wanted), options.page_size)
+
+
+def _model_info(checkpoint: Checkpoint, limits: BuildLimits, activation_dtype: str, kv_dtype: str) -> ModelInfo:
+    c, assets = checkpoint.config, checkpoint.assets
+    return ModelInfo(checkpoint.source.name, c.architecture, c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads,
+                     c.head_dim, c.vocab_size, limits.max_context, limits.page_size, kv_dtype, activation_dtype,
+                     limits.max_batch, limits.prefill_chunk, assets.bos_token_id, assets.end_token_ids, assets.add_bos)
+
+
+def _write_parameters(writer: BundleWriter, spec: TargetSpec, lowered: Lowered, maker: ParameterMaker,
+                      shown: Progress) -> int:
+    total = sum(int(np.prod(p.shape)) * np.dtype(_stored(p.dtype)).itemsize for p in lowered.parameters)
+    writer.require_space(total)
+    with writer.params(spec.file_stem) as params:
+        for p in lowered.parameters:
+            array = maker.make(p.recipe, p.dtype)
+            assert array.shape == p.shape, (p.name, array.shape, p.shape)
+            params.add(p.name, {"": array})
+            shown.advance(p.name)
+    return total
+
+
+def _stored(dtype: str) -> str:
+    return "uint16" if dtype == "bfloat16" else dtype
+
+
+def _write_text_members(writer: BundleWriter, checkpoint: Checkpoint, lowered: Lowered) -> None:
+    assets = checkpoint.assets
+    for name, data in assets.files.items():
+        writer.add_bytes(f"tokenizer/{name}", data)
+    generation = {k: v for k, v in dataclasses.asdict(checkpoint.generation).items() if v is not None}
+    writer.add_bytes("tokenizer/text.json", canonical_json({
+        "chat_template": assets.chat_template, "named_templates": assets.named_templates,
+        "bos_token": assets.bos_token, "eos_token": assets.eos_token, "bos_token_id": assets.bos_token_id,
+        "end_token_ids": list(assets.end_token_ids), "add_bos": assets.add_bos,
+        "special_tokens": assets.special_tokens, "generation": generation}))
+    writer.add_bytes("audit.json", canonical_json(checkpoint.audit.to_json()))
+    # Times differ from build to build and would make equal builds differ.
+    explanation = {**lowered.explanation,
+                   "phases": [{k: v for k, v in p.items() if k != "seconds"} for p in lowered.explanation["phases"]]}
+    writer.add_bytes("explain.json", canonical_json(explanation))
+
+
+def _record_canaries(writer: BundleWriter, spec: TargetSpec, library: Path, lowered: Lowered, info: ModelInfo,
+                     checkpoint: Checkpoint, formats: dict[str, Any]) -> CanarySet:
+    """Run the fresh library on the packed parameters and keep its answers."""
+    import tokenizers
+
+    from relaxpack.runtime.canaries import record
+    from relaxpack.runtime.load import make_runner
+
+    encode = tokenizers.Tokenizer.from_str(checkpoint.assets.files["tokenizer.json"].decode())
+    prompts: dict[str, Sequence[int]] = {name: ids[:info.max_context // 2] for name, text in CANARY_TEXTS.items()
+                                         if (ids := encode.encode(text, add_special_tokens=False).ids)}
+    parameters = writer.open_params(spec.file_stem)
+    runner = make_runner(library, spec.kind, info, (parameters[p.name] for p in lowered.parameters), num_pages=None)
+    return record(runner, prompts, tolerance({f.name for f in formats.values()}, info.activation_dtype))
+
+
+def _manifest(checkpoint: Checkpoint, info: ModelInfo, spec: TargetSpec, lowered: Lowered,
+              options: BuildOptions) -> Manifest:
+    stored: Counter[str] = Counter()
+    for p in lowered.parameters:
+        size = int(np.prod(p.shape)) * np.dtype(_stored(p.dtype)).itemsize
+        stored[p.recipe.format if isinstance(p.recipe, Pack) else "f32"] += size
+    entry = TargetEntry(
+        spec, f"lib/{spec.file_stem}.so", spec.file_stem, tuple(p.name for p in lowered.parameters),
+        lowered.functions, lowered.bounds, {}, {"arena_bytes": lowered.arena_bytes()}, lowered.kernel_counts())
+    compiler = {"apache-tvm": tvm_setup.TVM_VERSION}
+    source = checkpoint.source.to_json()
+    digest = sha256_bytes(canonical_json({"source": source, "tensors": {
+        name: [list(t.shape), t.format.name] for name, t in checkpoint.tensors.items()}}))
+    key = artifact_key(source_digest=digest, relaxpack_version=relaxpack.__version__, compiler=compiler,
+                       targets=[spec.to_json()], weights=options.weights, build_options=options.to_json())
+    return Manifest(relaxpack.__version__, key, info, WeightsSummary(dict(sorted(stored.items()))), (entry,), compiler,
+                    source, options.to_json())
+
+
+def explain(bundle: Bundle) -> dict[str, Any]:
+    """`explain.json` of a bundle."""
+    data = json.loads(bundle.read("explain.json"))
+    assert isinstance(data, dict)
+    return data
+
+

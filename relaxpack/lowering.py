@@ -1,0 +1,128 @@
+"""Config → IRModule → passes → executable library, and the record of what happened on the way (`explain.json`)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import relaxpack.tvm_setup  # noqa: F401
+import tvm
+
+from relaxpack.errors import CompileError
+from relaxpack.kernel_spec import AttentionSpec, KernelProvider
+from relaxpack.passes.config import PipelineConfig
+from relaxpack.passes.lower_kernels import KERNELS
+from relaxpack.passes.memory_plan import PLAN
+from relaxpack.passes.pipeline import phases, run_phases
+from relaxpack.passes.rewrite import exported_functions, num_inputs, recipes_of
+from relaxpack.passes.schedule_rest import SOURCE
+from relaxpack.recipe import FromCheckpoint, Recipe
+from relaxpack.relax_models.config import ModelConfig
+from relaxpack.relax_models.export import BuildLimits, export_model
+from relaxpack.target import TargetSpec
+from relaxpack.weight_format import WeightFormat
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One entry of the functions' parameter tuple."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    recipe: Recipe
+
+
+@dataclass
+class Lowered:
+    """A compiled model without its weights. `explanation` is JSON: kernels, phases, memory plan."""
+
+    executable: Any
+    parameters: list[Parameter]
+    functions: tuple[str, ...]
+    bounds: dict[str, int]
+    explanation: dict[str, Any] = field(default_factory=dict)
+
+    def kernel_counts(self) -> dict[str, int]:
+        """PrimFuncs by the kind of their source: tuned, rule, dlight, library, fallback."""
+        return dict(sorted(Counter(k["source"].split(":")[0] for k in self.explanation["kernels"]).items()))
+
+    def arena_bytes(self) -> int:
+        return max(plan["bytes"] for plan in self.explanation["memory_plan"].values())
+
+
+def attention_spec(config: ModelConfig, limits: BuildLimits, activation_dtype: str, kv_dtype: str) -> AttentionSpec:
+    return AttentionSpec(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim,
+                         config.rope.rotary_dim, limits.page_size, limits.max_pages, limits.max_context,
+                         activation_dtype, kv_dtype, config.head_dim ** -0.5,
+                         qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None)
+
+
+def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, provider: KernelProvider,
+                formats: Mapping[str, WeightFormat], activation_dtype: str, kv_dtype: str,
+                pipeline: PipelineConfig, dump: Path | None = None,
+                progress: Callable[[str], None] = lambda stage: None) -> Lowered:
+    """Export, run the passes, generate code. `dump`: folder for the IR after each phase."""
+    mod = export_model(config, limits, activation_dtype, kv_dtype)
+    attention = attention_spec(config, limits, activation_dtype, kv_dtype)
+    report: list[dict[str, Any]] = []
+    parameters: list[Parameter] = []
+
+    def observe(phase: str, after: tvm.IRModule, seconds: float) -> None:
+        progress(phase)
+        report.append({"phase": phase, "seconds": round(seconds, 3), **_sizes(after)})
+        if phase == "lower":
+            parameters.extend(_parameters(after))
+        if dump is not None:
+            dump.mkdir(parents=True, exist_ok=True)
+            (dump / f"{len(report)}_{phase}.py").write_text(after.script(show_meta=False))
+
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+        (dump / "0_export.py").write_text(mod.script(show_meta=False))
+    tvm_target = target.to_tvm()
+    final = run_phases(mod, tvm_target, phases(provider, attention, formats, pipeline), observe)
+    progress("code")
+    start = time.perf_counter()
+    try:
+        with tvm_target:
+            executable = tvm.compile(final, tvm_target, relax_pipeline=None)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise CompileError(f"code generation for {target.name} failed: {str(error).strip().splitlines()[-1]}") from error
+    report.append({"phase": "code", "seconds": round(time.perf_counter() - start, 3)})
+    bounds: dict[str, int] = {}
+    for _, func in exported_functions(mod):
+        bounds |= {str(k): max(int(v), bounds.get(str(k), 0)) for k, v in dict(func.attrs["tir_var_upper_bound"]).items()}
+    explanation = {"phases": report, "kernels": _kernels(final), "calls": json.loads(str(final.attrs[KERNELS])),
+                   "memory_plan": json.loads(str(final.attrs[PLAN]))}
+    return Lowered(executable, parameters, tuple(gv.name_hint for gv, _ in exported_functions(mod)), bounds, explanation)
+
+
+def _parameters(mod: tvm.IRModule) -> list[Parameter]:
+    recipes = recipes_of(mod)
+    _, func = next(exported_functions(mod))
+    return [Parameter(v.name, tuple(int(d) for d in v.ty.shape), str(v.ty.dtype),
+                      recipes.get(v.name, FromCheckpoint(v.name))) for v in func.params[num_inputs(func):]]
+
+
+def _sizes(mod: tvm.IRModule) -> dict[str, Any]:
+    functions = {gv.name_hint: sum(len(block.bindings) for block in func.body.blocks)
+                 for gv, func in exported_functions(mod)}
+    prim_funcs = sum(isinstance(f, tvm.tirx.PrimFunc) for f in mod.functions.values())
+    return {"bindings": functions, "prim_funcs": prim_funcs}
+
+
+def _kernels(mod: tvm.IRModule) -> list[dict[str, str]]:
+    """Every PrimFunc of the final module with where its schedule comes from."""
+    sources = {call["kernel"]: call["source"] for calls in json.loads(str(mod.attrs[KERNELS])).values() for call in calls}
+    found = []
+    for gv, func in sorted(mod.functions_items(), key=lambda item: item[0].name_hint):
+        if isinstance(func, tvm.tirx.PrimFunc):
+            own = (func.attrs or {}).get(SOURCE)
+            found.append({"name": gv.name_hint, "source": sources.get(gv.name_hint) or str(own or "host")})
+    return found

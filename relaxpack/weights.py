@@ -1,0 +1,105 @@
+"""From checkpoint tensors to the parameters of the compiled functions: which weight format each tensor takes, and the
+execution of recipes, one parameter at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from relaxpack.errors import UsageError
+from relaxpack.kernel_spec import KernelProvider
+from relaxpack.recipe import Cast, Concat, FromCheckpoint, Pack, Recipe
+from relaxpack.relax_models.quantize import quantize
+from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
+
+if TYPE_CHECKING:
+    from relaxpack.relax_models.checkpoint import Checkpoint
+
+WEIGHTS = ("as-is", "q4", "q8", "f16", "bf16", "f32")
+Weight = np.ndarray | QuantizedTensor
+
+
+def choose_formats(checkpoint: Checkpoint, weights: str) -> dict[str, WeightFormat]:
+    """Weight format of every matrix of the checkpoint under `--weights`. `as-is` keeps what the checkpoint has; `q4`
+    keeps 4-bit tensors as they are and makes the rest q4_1 (embedding table and head q8_0); a tensor whose rows do not
+    divide into groups stays f16."""
+    if weights not in WEIGHTS:
+        raise UsageError(f"weights {weights!r}: expected one of {', '.join(WEIGHTS)}")
+    return {name: _choose(name, info.shape, info.format, weights)
+            for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
+
+
+def _choose(name: str, shape: tuple[int, ...], stored: WeightFormat, weights: str) -> WeightFormat:
+    if weights == "as-is":
+        return stored
+    if weights in FORMATS:
+        return FORMATS[weights]
+    table = name in ("model.embed_tokens.weight", "lm_head.weight")
+    wanted = FORMATS["q8_0" if weights == "q8" or table else "q4_1"]
+    if stored.quantized and (stored.bits == wanted.bits or stored.bits < wanted.bits):
+        return stored
+    return wanted if shape[1] % wanted.group_size == 0 else FORMATS["f16"]
+
+
+def convert(weight: Weight, wanted: WeightFormat) -> Weight:
+    """The weight in another format; as it is where it has that format already."""
+    if isinstance(weight, QuantizedTensor):
+        if weight.format == wanted:
+            return weight
+        weight = weight.dequantize()
+    return quantize(np.asarray(weight, np.float32), wanted) if wanted.quantized else _as_float(weight, wanted.dtype)
+
+
+def _as_float(array: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        return array.astype(ml_dtypes.bfloat16)
+    return array.astype(dtype)
+
+
+def _concat(parts: list[Weight]) -> Weight:
+    first = parts[0]
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts)  # type: ignore[arg-type]
+    minimums = None if first.minimums is None else np.concatenate([p.minimums for p in parts])  # type: ignore[union-attr]
+    return QuantizedTensor(first.format, np.concatenate([p.codes for p in parts]),  # type: ignore[union-attr]
+                           np.concatenate([p.scales for p in parts]), minimums)  # type: ignore[union-attr]
+
+
+class ParameterMaker:
+    """Executes recipes. Buffers of one packed weight follow each other, so the last packing is kept."""
+
+    def __init__(self, checkpoint: Checkpoint, provider: KernelProvider) -> None:
+        self._checkpoint, self._provider = checkpoint, provider
+        self._last: tuple[Pack, Mapping[str, np.ndarray]] | None = None
+
+    def make(self, recipe: Recipe, dtype: str) -> np.ndarray:
+        """The parameter as a C-contiguous array of `dtype`."""
+        if isinstance(recipe, Pack):
+            return np.ascontiguousarray(self._packed(recipe)[recipe.suffix])
+        weight = self._weight(recipe, None)
+        if isinstance(weight, QuantizedTensor):
+            weight = weight.dequantize()
+        return np.ascontiguousarray(_as_float(weight, dtype))
+
+    def _packed(self, recipe: Pack) -> Mapping[str, np.ndarray]:
+        if self._last is None or self._last[0].of != recipe.of:
+            wanted = FORMATS[recipe.format]
+            layout = self._provider.weight_layout(wanted, recipe.out_features, recipe.in_features, recipe.swiglu)
+            self._last = recipe, self._provider.pack(layout, self._weight(recipe.of, wanted))
+        return self._last[1]
+
+    def _weight(self, recipe: Recipe, wanted: WeightFormat | None) -> Weight:
+        if isinstance(recipe, FromCheckpoint):
+            weight = self._checkpoint.read(recipe.tensor)
+            return weight if wanted is None else convert(weight, wanted)
+        if isinstance(recipe, Concat):
+            return _concat([self._weight(part, wanted) for part in recipe.parts])
+        if isinstance(recipe, Cast):
+            weight = self._weight(recipe.of, None)
+            return _as_float(weight.dequantize() if isinstance(weight, QuantizedTensor) else weight, recipe.dtype)
+        raise TypeError(f"a packed weight inside a recipe: {recipe}")

@@ -1,0 +1,45 @@
+"""From a bundle on disk to something that runs: the one place of the runtime that touches bundle, library and engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from relaxpack.dist.bundle import Bundle
+from relaxpack.model_info import ModelInfo
+from relaxpack.runtime.model_runner import CpuModelRunner
+from relaxpack.runtime.step_plan import ModelRunner
+from relaxpack.runtime.tokenizer import Tokenizer
+from relaxpack.runtime.vm import Library, as_tensor, device_for
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    bundle: Bundle
+    info: ModelInfo
+    runner: ModelRunner
+    tokenizer: Tokenizer
+
+
+def make_runner(library: Path, kind: str, info: ModelInfo, parameters: Iterable[np.ndarray],
+                num_pages: int | None = None) -> CpuModelRunner:
+    """A runner over a library file and its parameters in manifest order."""
+    return CpuModelRunner(Library(library, device_for(kind), map(as_tensor, parameters)), info, num_pages)
+
+
+def load_model(path: str | Path, num_pages: int | None = None) -> LoadedModel:
+    """Open a bundle, check that it fits this machine, map its parameters and load its library.
+
+    `num_pages`: pages of the KV cache, scratch page included; None: what the limits need and memory allows. Raises
+    BundleError or EnvironmentProblem.
+    """
+    bundle = Bundle.open(path)
+    entry = bundle.select_target()
+    info = bundle.manifest.model_info
+    runner = make_runner(bundle.path(entry.library), entry.target.kind, info,
+                         (array for _, array in bundle.params(entry.params)), num_pages)
+    return LoadedModel(bundle, info, runner, Tokenizer.from_bundle(bundle))

@@ -1,0 +1,62 @@
+"""Opens a bundle's library and runs its functions. The only file of the runtime that loads TVM code; it knows neither
+sequences nor pages, and works with a TVM that has no compiler library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import relaxpack.tvm_setup as tvm_setup
+import tvm
+import tvm_ffi
+from tvm.runtime.vm import VirtualMachine
+
+from relaxpack.errors import BundleError, EnvironmentProblem
+
+
+def device_for(kind: str, index: int = 0) -> Any:
+    """The TVM device of a target kind ("cpu" or "cuda")."""
+    if kind == "cpu":
+        return tvm.cpu(0)
+    if not tvm_setup.load_cuda_runtime() or not tvm.cuda(index).exist:
+        raise EnvironmentProblem("this bundle's target needs an NVIDIA GPU and its driver, and none is visible here; "
+                                 "see `relaxpack doctor`")
+    return tvm.cuda(index)
+
+
+def as_tensor(array: np.ndarray) -> Any:
+    """A CPU tensor over the array's own memory (no copy where it is writable and 64-byte aligned)."""
+    if array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % 64 == 0 and _plain(array):
+        return tvm.runtime.from_dlpack(array)
+    return tvm.runtime.tensor(np.ascontiguousarray(array))
+
+
+def _plain(array: np.ndarray) -> bool:
+    return array.dtype.kind in "iuf" and array.dtype.isbuiltin == 1
+
+
+def as_array(tensor: Any) -> np.ndarray:
+    """A NumPy view of a CPU tensor; keeps its memory alive."""
+    return np.from_dlpack(tensor)
+
+
+class Library:
+    """A loaded library with its parameters bound: `call(name, inputs)` runs an exported function."""
+
+    def __init__(self, path: Path, device: Any, parameters: Iterable[Any]) -> None:
+        try:
+            module = tvm.runtime.load_module(str(path))
+        except (RuntimeError, OSError, ValueError) as error:
+            raise BundleError(f"{path}: TVM cannot load this library: {str(error).strip().splitlines()[-1]}") from error
+        self._vm = VirtualMachine(module, device)
+        self._parameters = tvm_ffi.convert(list(parameters))
+        self._functions: dict[str, Any] = {}
+
+    def call(self, name: str, inputs: list[Any]) -> Any:
+        if name not in self._functions:
+            self._functions[name] = self._vm[name]
+        return self._functions[name](*inputs, self._parameters)
