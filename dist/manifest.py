@@ -137,6 +137,8 @@ class Manifest:
                         _get(data, "compiler", dict), _get(data, "source", dict), _get(data, "build_options", dict),
                         {check_member_name(name): _member(name, entry) for name, entry in members.items()},
                         version)
+            if not known.targets:
+                raise ValueError("it has no targets")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedMemberError(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from None
         return replace(known, extra=_unknown(data, known.to_json()))
