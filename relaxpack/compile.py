@@ -89,6 +89,18 @@ class BuildReport:
     phases: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    def kernel_text(self) -> str:
+        counts = self.manifest.targets[0].kernels
+        return "kernels: " + ", ".join(f"{count} {source}" for source, count in counts.items())
+
+    def formats_text(self) -> str:
+        return ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in self.manifest.weights.formats.items())
+
+    def to_json(self) -> dict[str, Any]:
+        return {"path": str(self.path), "seconds": self.seconds, "library_bytes": self.library_bytes,
+                "params_bytes": self.params_bytes, "formats": dict(self.manifest.weights.formats),
+                "kernels": dict(self.manifest.targets[0].kernels), "phases": self.phases, "warnings": self.warnings}
+
 
 def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec = "cpu",
                  options: BuildOptions = BuildOptions(), *, force: bool = False, dump: Path | None = None,

@@ -1,0 +1,68 @@
+"""`relaxpack build`: checkpoint in, bundle out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.argument("model")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path),
+              help="The bundle to write: a folder, or a single file if the name ends in .rpk.")
+@click.option("--target", default="cpu", show_default=True, help="cpu, cpu:NAME, cuda or cuda:sm_XX.")
+@click.option("--weights", default="as-is", show_default=True,
+              type=click.Choice(["as-is", "q4", "q8", "f16", "bf16", "f32"]), help="How weights are stored.")
+@click.option("--max-context", type=click.IntRange(1), help="Tokens a sequence may have [default: the model's].")
+@click.option("--max-batch", default=8, show_default=True, type=click.IntRange(1), help="Sequences a step may have.")
+@click.option("--prefill-chunk", default=512, show_default=True, type=click.IntRange(1),
+              help="Prompt tokens computed in one step.")
+@click.option("--page-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens of a KV-cache page.")
+@click.option("--kv-dtype", type=click.Choice(["float16", "float32"]),
+              help="dtype of the KV cache [default: float32 with --weights f32, else float16].")
+@click.option("--disable", "disabled", multiple=True, metavar="PASS", help="Leave an optional pass out. Repeatable.")
+@click.option("--ignore-config-key", "ignored", multiple=True, metavar="KEY",
+              help="Accept an unknown config key unread. Repeatable.")
+@click.option("--pretokenizer", help="How a GGUF's tokenizer splits text, where the file does not say.")
+@click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write the IR after each phase here.")
+@click.option("--force", is_flag=True, help="Replace an existing bundle.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON on stdout.")
+def build(model: str, output: Path, target: str, dump: Path | None, force: bool, as_json: bool, disabled: tuple[str, ...],
+          ignored: tuple[str, ...], **options: Any) -> None:
+    """Build a bundle of MODEL: a Hugging Face folder, a .gguf file, or the name smollm2."""
+    from relaxpack.cli.progress import StageBars
+    from relaxpack.compile import BuildOptions, build_bundle
+
+    chosen = BuildOptions(disabled_passes=frozenset(disabled), ignore_config_keys=ignored, **options)
+    with StageBars() as bars:
+        report = build_bundle(model, output, target, chosen, force=force, dump=dump, progress=bars)
+    for warning in report.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    if as_json:
+        json.dump(report.to_json(), sys.stdout)
+        sys.stdout.write("\n")
+    else:
+        _print_summary(report)
+
+
+def _print_summary(report: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    info = report.manifest.model_info
+    console = Console(stderr=True)
+    table = Table(title=f"{report.path}: {info.name} for {report.manifest.targets[0].target.name}", title_justify="left")
+    table.add_column("stage")
+    table.add_column("seconds", justify="right")
+    table.add_column("what")
+    what = {"library": f"{report.library_bytes / 1e6:.1f} MB of code, {report.kernel_text()}",
+            "weights": f"{report.params_bytes / 1e6:.1f} MB: {report.formats_text()}",
+            "compile": ", ".join(f"{p['phase']} {p['seconds']:.1f} s" for p in report.phases)}
+    for stage, seconds in report.seconds.items():
+        table.add_row(stage, f"{seconds:.1f}", what.get(stage, ""))
+    table.add_row("total", f"{sum(report.seconds.values()):.1f}", "", style="bold")
+    console.print(table)
