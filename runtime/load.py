@@ -31,6 +31,13 @@ def make_runner(library: Path, kind: str, info: ModelInfo, parameters: Iterable[
     return CpuModelRunner(Library(library, device_for(kind), map(as_tensor, parameters)), info, num_pages)
 
 
+def load_runner(bundle: Bundle, kind: str | None = None, num_pages: int | None = None) -> CpuModelRunner:
+    """The runner of the bundle's best target for this machine, of one `kind` ("cpu", "cuda") if given."""
+    entry = bundle.select_target(kind=kind)
+    parameters = (array for _, array in bundle.params(entry.params))
+    return make_runner(bundle.path(entry.library), entry.target.kind, bundle.manifest.model_info, parameters, num_pages)
+
+
 def load_model(path: str | Path, num_pages: int | None = None) -> LoadedModel:
     """Open a bundle, check that it fits this machine, map its parameters and load its library.
 
@@ -38,8 +45,5 @@ def load_model(path: str | Path, num_pages: int | None = None) -> LoadedModel:
     BundleError or EnvironmentProblem.
     """
     bundle = Bundle.open(path)
-    entry = bundle.select_target()
-    info = bundle.manifest.model_info
-    runner = make_runner(bundle.path(entry.library), entry.target.kind, info,
-                         (array for _, array in bundle.params(entry.params)), num_pages)
-    return LoadedModel(bundle, info, runner, Tokenizer.from_bundle(bundle))
+    runner = load_runner(bundle, num_pages=num_pages)
+    return LoadedModel(bundle, bundle.manifest.model_info, runner, Tokenizer.from_bundle(bundle))
