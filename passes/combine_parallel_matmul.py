@@ -12,12 +12,11 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from tvm import relax
-from tvm.relax.expr_functor import mutator
-
 from relaxpack.passes.rewrite import FunctionRewriter, is_op
 from relaxpack.recipe import Concat
 from relaxpack.weight_format import WeightFormat
+from tvm import relax
+from tvm.relax.expr_functor import mutator
 
 
 @mutator

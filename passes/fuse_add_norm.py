@@ -10,10 +10,9 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.passes.rewrite import FunctionRewriter, is_op, placeholder
 from tvm import relax
 from tvm.relax.expr_functor import mutator
-
-from relaxpack.passes.rewrite import FunctionRewriter, is_op, placeholder
 
 RMS_NORM, ADD_RMS_NORM = "relaxpack.rms_norm", "relaxpack.add_rms_norm"
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from tvm import relax
-from tvm.relax.expr_functor import mutator
-
 from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, KernelProvider, LinearSpec, NormSpec
 from relaxpack.passes.fuse_add_norm import ADD_RMS_NORM, RMS_NORM
 from relaxpack.passes.fuse_unpack_matmul import EMBEDDING, LINEAR
 from relaxpack.passes.rewrite import FunctionRewriter, operands_of, placeholder_name
 from relaxpack.weight_format import FORMATS
+from tvm import relax
+from tvm.relax.expr_functor import mutator
 
 KERNELS = "relaxpack.kernels"
 PREFILL_ATTENTION, DECODE_ATTENTION = "relaxpack.prefill_attention", "relaxpack.decode_attention"

@@ -13,10 +13,9 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from tvm import relax
-
 from relaxpack.errors import CompileError
 from relaxpack.passes.rewrite import exported_functions, is_op
+from tvm import relax
 
 PLAN = "relaxpack.memory_plan"
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from tvm import relax
-from tvm.relax.expr_functor import mutator
-
 from relaxpack.kernel_spec import KernelProvider
 from relaxpack.passes.rewrite import FunctionRewriter, is_op, placeholder
 from relaxpack.recipe import Pack, checkpoint_tensors
 from relaxpack.weight_format import WeightFormat
+from tvm import relax
+from tvm.relax.expr_functor import mutator
 
 UNPACK = "relaxpack.unpack"
 

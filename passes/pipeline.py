@@ -1,4 +1,4 @@
-"""The pipeline: phases, each a list of passes by name. What is TVM's is taken from TVM, what is ours stands in a file here.
+"""The pipeline: phases, each a list of passes by name; ours stand in files here, the others are TVM's.
 
     graph     RoPE tables folded to constants, parallel matmuls combined
     weights   weights packed as the target's kernels read them
@@ -14,8 +14,6 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from tvm import relax
-
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, KernelProvider
 from relaxpack.passes.combine_parallel_matmul import CombineParallelMatmul
@@ -29,6 +27,7 @@ from relaxpack.passes.prune_parameters import PruneParameters
 from relaxpack.passes.schedule_rest import ScheduleRest
 from relaxpack.passes.verify import VerifyPhase
 from relaxpack.weight_format import WeightFormat
+from tvm import relax
 
 Phase = tuple[str, list[Any]]
 OPTIONAL = ("CombineParallelMatmul",)
@@ -36,7 +35,7 @@ OPTIONAL = ("CombineParallelMatmul",)
 
 def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[str, WeightFormat],
            config: PipelineConfig, schedule_rule: Callable[[Any], Any] | None = None) -> list[Phase]:
-    """All phases in order. `schedule_rule` schedules what no kernel of the provider covers (None: TVM's plain loops)."""
+    """All phases in order. `schedule_rule` schedules what no kernel covers (None: TVM's plain loops)."""
     combine = [] if "CombineParallelMatmul" in config.disabled else [CombineParallelMatmul(formats)]
     return [
         ("graph", [relax.transform.FoldConstant(), *combine, PruneParameters, VerifyPhase("graph")]),

@@ -9,9 +9,8 @@ from typing import Any
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 import tvm_ffi
-from tvm import relax
-
 from relaxpack.passes.rewrite import exported_functions, num_inputs, recipes_of, with_recipes
+from tvm import relax
 
 
 @tvm.transform.module_pass(opt_level=0, name="PruneParameters")

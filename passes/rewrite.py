@@ -13,18 +13,18 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack import recipe
+from relaxpack.recipe import FromCheckpoint, Recipe
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator
 
-from relaxpack import recipe
-from relaxpack.recipe import FromCheckpoint, Recipe
-
-RECIPES = "relaxpack.recipes"  # module attribute: JSON of parameter name → recipe (only those that differ from the tensor)
+RECIPES = "relaxpack.recipes"  # module attribute: JSON of parameter name → recipe, where they differ
 
 
 def exported_functions(mod: tvm.IRModule) -> Iterator[tuple[Any, relax.Function]]:
     """(GlobalVar, function) of the functions the runtime calls, sorted by name."""
-    found = [(gv, f) for gv, f in mod.functions_items() if isinstance(f, relax.Function) and "num_input" in (f.attrs or {})]
+    found = [(gv, f) for gv, f in mod.functions_items()
+             if isinstance(f, relax.Function) and "num_input" in (f.attrs or {})]
     yield from sorted(found, key=lambda item: item[0].name_hint)
 
 

@@ -1,4 +1,4 @@
-"""VerifyPhase: our rules about the IR, by phase. It only checks; a broken rule is a bug of a pass and names the binding.
+"""VerifyPhase: our rules about the IR, by phase. It only checks; a broken rule is a bug of a pass.
 
     graph     well-formed; every exported function present
     weights   no `permute_dims` reads a parameter: weights are stored as their kernels read them
@@ -12,10 +12,9 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from tvm import relax
-
 from relaxpack.errors import CompileError
 from relaxpack.passes.rewrite import exported_functions, is_op, num_inputs, placeholder_name
+from tvm import relax
 
 
 def _complaint(phase: str, value: Any, parameters: set[Any]) -> str | None:

@@ -1,6 +1,7 @@
 """The decoder-only transformer of the Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM2), described by its config.
 
-Math: pre-norm blocks, x += Wo·attention(RoPE(Wq h), RoPE(Wk h), Wv h) with h = rms_norm(x); x += Wd·(silu(Wg h) * Wu h).
+Math: pre-norm blocks, x += Wo·attention(RoPE(Wq h), RoPE(Wk h), Wv h) with h = rms_norm(x), then
+x += Wd·(silu(Wg h) * Wu h).
 Parameters carry the names of the Hugging Face checkpoints. This file knows no kernel, no weight format, no target.
 """
 
@@ -9,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import relaxpack.tvm_setup  # noqa: F401
-from tvm import relax
-
 from relaxpack.relax_models.config import ModelConfig
 from relaxpack.relax_models.ops import Expr, Graph
+from tvm import relax
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Config → IRModule with the exported functions `prefill` and `decode` over symbolic shapes. The export spec stands here
-once for all families; see docs/architecture.md, "Step functions".
+"""Config → IRModule with the exported functions `prefill` and `decode` over symbolic shapes. The export spec stands
+here once for all families; see docs/architecture.md, "Step functions".
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from tvm import relax
-
 from relaxpack.relax_models import ops
 from relaxpack.relax_models.config import ModelConfig
 from relaxpack.relax_models.decoder import Decoder, StepInputs
 from relaxpack.relax_models.rope import inv_freq
+from tvm import relax
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,8 @@ from relaxpack.relax_models.export import BuildLimits
 from relaxpack.target import TargetSpec, parse_target
 from relaxpack.weights import ParameterMaker, choose_formats
 
-CANARY_TEXTS = {"plain": "The capital of France is", "code": "def fibonacci(n):\n    ", "unicode": "今日は、世界。 Grüße 👋"}
+CANARY_TEXTS = {"plain": "The capital of France is", "code": "def fibonacci(n):\n    ",
+                "unicode": "今日は、世界。 Grüße 👋"}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, KernelProvider
 from relaxpack.passes.config import PipelineConfig
@@ -93,14 +92,17 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
         with tvm_target:
             executable = tvm.compile(final, tvm_target, relax_pipeline=None)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise CompileError(f"code generation for {target.name} failed: {str(error).strip().splitlines()[-1]}") from error
+        why = str(error).strip().splitlines()[-1]
+        raise CompileError(f"code generation for {target.name} failed: {why}") from error
     report.append({"phase": "code", "seconds": round(time.perf_counter() - start, 3)})
     bounds: dict[str, int] = {}
     for _, func in exported_functions(mod):
-        bounds |= {str(k): max(int(v), bounds.get(str(k), 0)) for k, v in dict(func.attrs["tir_var_upper_bound"]).items()}
+        for name, bound in dict(func.attrs["tir_var_upper_bound"]).items():
+            bounds[str(name)] = max(int(bound), bounds.get(str(name), 0))
     explanation = {"phases": report, "kernels": _kernels(final), "calls": json.loads(str(final.attrs[KERNELS])),
                    "memory_plan": json.loads(str(final.attrs[PLAN]))}
-    return Lowered(executable, parameters, tuple(gv.name_hint for gv, _ in exported_functions(mod)), bounds, explanation)
+    functions = tuple(gv.name_hint for gv, _ in exported_functions(mod))
+    return Lowered(executable, parameters, functions, bounds, explanation)
 
 
 def _parameters(mod: tvm.IRModule) -> list[Parameter]:
@@ -119,7 +121,8 @@ def _sizes(mod: tvm.IRModule) -> dict[str, Any]:
 
 def _kernels(mod: tvm.IRModule) -> list[dict[str, str]]:
     """Every PrimFunc of the final module with where its schedule comes from."""
-    sources = {call["kernel"]: call["source"] for calls in json.loads(str(mod.attrs[KERNELS])).values() for call in calls}
+    by_function = json.loads(str(mod.attrs[KERNELS]))
+    sources = {call["kernel"]: call["source"] for calls in by_function.values() for call in calls}
     found = []
     for gv, func in sorted(mod.functions_items(), key=lambda item: item[0].name_hint):
         if isinstance(func, tvm.tirx.PrimFunc):

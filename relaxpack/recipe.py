@@ -1,5 +1,5 @@
-"""How a parameter of the compiled functions is made from checkpoint tensors. Passes write recipes, `compile.py` executes
-them as a stream. A recipe is a small tree: a checkpoint tensor, rows stacked, a cast, or a packing for a kernel.
+"""How a parameter of the compiled functions is made from checkpoint tensors. Passes write recipes, `weights.py`
+executes them as a stream. A recipe is a small tree: a checkpoint tensor, rows stacked, a cast, or a packing for a kernel.
 """
 
 from __future__ import annotations

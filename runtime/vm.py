@@ -13,9 +13,8 @@ import numpy as np
 import relaxpack.tvm_setup as tvm_setup
 import tvm
 import tvm_ffi
-from tvm.runtime.vm import VirtualMachine
-
 from relaxpack.errors import BundleError, EnvironmentProblem
+from tvm.runtime.vm import VirtualMachine
 
 
 def device_for(kind: str, index: int = 0) -> Any:

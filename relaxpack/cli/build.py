@@ -31,8 +31,8 @@ import click
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write the IR after each phase here.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON on stdout.")
-def build(model: str, output: Path, target: str, dump: Path | None, force: bool, as_json: bool, disabled: tuple[str, ...],
-          ignored: tuple[str, ...], **options: Any) -> None:
+def build(model: str, output: Path, target: str, dump: Path | None, force: bool, as_json: bool,
+          disabled: tuple[str, ...], ignored: tuple[str, ...], **options: Any) -> None:
     """Build a bundle of MODEL: a Hugging Face folder, a .gguf file, or the name smollm2."""
     from relaxpack.cli.progress import StageBars
     from relaxpack.compile import BuildOptions, build_bundle
@@ -55,7 +55,8 @@ def _print_summary(report: Any) -> None:
 
     info = report.manifest.model_info
     console = Console(stderr=True)
-    table = Table(title=f"{report.path}: {info.name} for {report.manifest.targets[0].target.name}", title_justify="left")
+    title = f"{report.path}: {info.name} for {report.manifest.targets[0].target.name}"
+    table = Table(title=title, title_justify="left")
     table.add_column("stage")
     table.add_column("seconds", justify="right")
     table.add_column("what")

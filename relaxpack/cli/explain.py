@@ -53,6 +53,6 @@ def _print(record: dict[str, Any]) -> None:
         console.print("Not covered by a kernel of ours: " + ", ".join(f"{k['name']} ({k['source']})" for k in others))
     for function, plan in record["memory_plan"].items():
         planned = sum(t["size"] for t in plan["tensors"])
-        console.print(f"Memory plan of {function}: {plan['bytes'] / 1e6:.2f} MB in {len(plan['storages'])} storages for "
-                      f"{len(plan['tensors'])} tensors ({planned / 1e6:.2f} MB without reuse); checked: no two live "
+        console.print(f"Memory plan of {function}: {plan['bytes'] / 1e6:.2f} MB in {len(plan['storages'])} storages "
+                      f"for {len(plan['tensors'])} tensors ({planned / 1e6:.2f} MB without reuse); checked: no two live "
                       f"tensors overlap")

@@ -43,7 +43,8 @@ def free_host_memory() -> int:
 
 
 def allocate_host_pages(info: ModelInfo, num_pages: int) -> np.ndarray:
-    """Zeroed pages [layers, num_pages, 2, kv_heads, page_size, head_dim], 64-byte aligned; memory is taken when touched."""
+    """Zeroed pages [layers, num_pages, 2, kv_heads, page_size, head_dim], 64-byte aligned. Memory is taken
+    when touched."""
     layers, *rest = page_shape(info)
     dtype = np.dtype(info.kv_dtype)
     count = layers * num_pages * int(np.prod(rest))

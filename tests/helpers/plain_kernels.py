@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
-from tvm.script import tirx as T
-
 from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, LinearSpec, NormSpec, Stage, WeightLayout
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
+from tvm.script import tirx as T
 
 ATTRS = {"op_pattern": 8, "tirx.is_scheduled": True, "tirx.noalias": True}
 
@@ -174,7 +173,8 @@ def _attention(s: AttentionSpec, prefill: bool) -> Any:
                     if k > last - window:
                         acc[D + 2] = T.float32(0)
                         for d in range(D):
-                            acc[D + 2] = acc[D + 2] + q[row, h * D + d] * pages[layer, table[seq, k // P], 0, h // G, k % P, d]
+                            acc[D + 2] = (acc[D + 2] + q[row, h * D + d]
+                                          * pages[layer, table[seq, k // P], 0, h // G, k % P, d])
                         acc[D + 2] = acc[D + 2] * T.float32(scale)
                         if pass_ == 0:
                             acc[D + 1] = T.max(acc[D + 1], acc[D + 2])
