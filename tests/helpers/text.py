@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import lru_cache
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from relaxpack.runtime.step_plan import StepPlan
 from relaxpack.runtime.tokenizer import TextInfo, Tokenizer
 
 CORPUS = ["The quick brown fox jumps over the lazy dog.", "user\nHello, how are you today?", "system\nYou are kind.",
@@ -69,3 +72,50 @@ def llama2(metaspace: bool = False) -> Tokenizer:
     return Tokenizer(sentencepiece_json(metaspace), TextInfo.from_json(
         {"chat_template": LLAMA2, "bos_token": "<s>", "eos_token": "</s>", "bos_token_id": 1, "end_token_ids": [2],
          "add_bos": True}))
+
+
+class ScriptedRunner:
+    """A `ModelRunner` whose next token is `script(all token ids so far)`. It reads the ids back from its pages, so
+    it notices pages that were mixed up, and counts the tokens it computed."""
+
+    page_size, num_pages, max_batch, prefill_chunk = 16, 200, 4, 64
+
+    def __init__(self, tokenizer: Tokenizer, script: Callable[[list[int]], int], max_context: int = 512) -> None:
+        self.vocab_size, self.max_context = tokenizer.vocab_size, max_context
+        self.computed: list[int] = []          # tokens of each step
+        self._script = script
+        self._stored = np.full((self.num_pages, self.page_size), -1)
+
+    def forward(self, plan: StepPlan) -> np.ndarray:
+        rows = []
+        for source, destination in plan.copies:
+            self._stored[destination] = self._stored[source]
+        for step in plan.sequences:
+            places = np.arange(step.start, step.start + len(step.token_ids))
+            pages = np.asarray(step.page_ids)
+            self._stored[pages[places // self.page_size], places % self.page_size] = step.token_ids
+            ids = self._stored[pages].ravel()[:step.start + len(step.token_ids)].tolist()
+            assert -1 not in ids
+            rows += [self._logits(ids[:step.start + offset + 1]) for offset in step.logit_offsets]
+        self.computed.append(sum(len(step.token_ids) for step in plan.sequences))
+        return np.stack(rows) if rows else np.empty((0, self.vocab_size), np.float32)
+
+    def _logits(self, ids: list[int]) -> np.ndarray:
+        logits = np.linspace(0, 1, self.vocab_size, dtype=np.float32)
+        logits[self._script(ids)] = 20
+        return logits
+
+
+def answering(tokenizer: Tokenizer, answer: Callable[[str], str], end: int) -> Callable[[list[int]], int]:
+    """A script that answers the text of the prompt, as far as the last "assistant" or the ids at the first call."""
+    spoken: dict[tuple[int, ...], list[int]] = {}
+
+    def script(ids: list[int]) -> int:
+        for length in range(len(ids), 0, -1):
+            planned = spoken.get(tuple(ids[:length]))
+            if planned is not None and planned[:len(ids) - length] == ids[length:]:
+                return planned[len(ids) - length] if len(ids) - length < len(planned) else end
+        text = tokenizer.decode(ids, skip_special=False)
+        spoken[tuple(ids)] = [*tokenizer.encode(answer(text), add_bos=False), end]
+        return spoken[tuple(ids)][0]
+    return script

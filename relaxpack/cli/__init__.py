@@ -1,0 +1,119 @@
+"""The command line: `relaxpack COMMAND`. Commands load when they are called, so `--help` imports neither TVM nor NumPy.
+
+`main` turns every error meant for a user into one line on standard error and its exit code. Results go to standard
+output, talk to standard error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import click
+from click.exceptions import NoArgsIsHelpError
+
+from relaxpack import __version__
+from relaxpack.errors import RelaxpackError
+
+INTERRUPTED = 130   # 128 + SIGINT, as shells have it
+
+
+class LazyCommand(NamedTuple):
+    path: str       # "module:attribute"
+    help: str       # one line for the list of commands
+
+
+COMMANDS: dict[str, LazyCommand] = {
+    "build": LazyCommand("relaxpack.cli.build:build", "Compile a checkpoint to a bundle."),
+    "chat": LazyCommand("relaxpack.cli.chat:chat", "Talk to a model in the terminal."),
+    "generate": LazyCommand("relaxpack.cli.generate:generate", "Complete prompts, for scripts."),
+    "serve": LazyCommand("relaxpack.cli.serve:serve", "Serve a bundle over HTTP, OpenAI-compatible."),
+    "inspect": LazyCommand("relaxpack.cli.inspect:inspect", "Show what is in a bundle and whether it fits here."),
+    "verify": LazyCommand("relaxpack.cli.verify:verify", "Check a bundle's digests and the model's answers."),
+    "explain": LazyCommand("relaxpack.cli.explain:explain", "Show kernels, schedules and the memory plan."),
+    "diff": LazyCommand("relaxpack.cli.diff:diff", "Compare two bundles."),
+    "doctor": LazyCommand("relaxpack.cli.doctor:doctor", "Say what this machine has and what to do next."),
+    "bench": LazyCommand("relaxpack.cli.bench:bench", "Measure latency and throughput."),
+    "tune": LazyCommand("relaxpack.cli.tune:tune", "Search for faster schedules."),
+    "db": LazyCommand("relaxpack.cli.db:db", "Look after the tuning database."),
+    "replay": LazyCommand("relaxpack.cli.replay:replay", "Run a recorded session again."),
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when the command is called, and lists only modules that exist."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for name, lazy in COMMANDS.items()
+                if importlib.util.find_spec(lazy.path.partition(":")[0]) is not None]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        module, _, attribute = COMMANDS[cmd_name].path.partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name].help) for name in self.list_commands(ctx)])
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and name not in self.list_commands(ctx):
+            near = difflib.get_close_matches(name, self.list_commands(ctx), n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(self.list_commands(ctx))}"
+            ctx.fail(f"no command {name!r}: {hint}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, "-V", "--version", message="relaxpack %(version)s")
+def group() -> None:
+    """Compile a language model to a .so on Apache TVM Relax, and serve it with a lean runtime."""
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """Run one command line and answer its exit code."""
+    try:
+        result = group.main(args=None if args is None else list(args), prog_name="relaxpack", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        return _say(_usage(error), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        return _say("interrupted", INTERRUPTED)
+    except RelaxpackError as error:
+        return _say(str(error), error.exit_code)
+    except BrokenPipeError:
+        # The reader went away (`| head`). Nobody wants to hear about it, nor about the flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def _usage(error: click.ClickException) -> str:
+    message = error.format_message()
+    if isinstance(error, NoArgsIsHelpError):
+        return message
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        return f"{message.rstrip('.')} (see {error.ctx.command_path} --help)"
+    return message
+
+
+def _say(message: str, exit_code: int) -> int:
+    one_line = message if "\n" not in message.strip() or message.startswith("Usage:") else " ".join(message.split())
+    prefix = "" if message.startswith("Usage:") else "relaxpack: "
+    try:
+        print(prefix + one_line, file=sys.stderr)
+    except BrokenPipeError:
+        pass
+    return exit_code
+
+
+def main() -> None:
+    sys.exit(run())

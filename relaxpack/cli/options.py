@@ -1,0 +1,59 @@
+"""Arguments and options that several commands have, so that one word means one thing everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from relaxpack.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
+
+bundle_argument = click.argument("bundle", metavar="BUNDLE")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]),
+                             help="Kind of target to run; by default the best one of the bundle that fits.")
+
+
+def sampling_options(function: F) -> F:
+    """Sampling options; one that is not given has the publisher's value, else that of greedy decoding."""
+    options = [
+        click.option("--max-tokens", "-n", type=click.IntRange(1), metavar="N",
+                     help="Most tokens of an answer. Default: the rest of the context."),
+        click.option("--temperature", "-t", type=float, metavar="T", help="0 takes the likeliest token each time."),
+        click.option("--top-p", type=float, metavar="P", help="Draw from the likeliest tokens that hold this mass."),
+        click.option("--top-k", type=int, metavar="K", help="Draw from the K likeliest tokens; 0 is off."),
+        click.option("--min-p", type=float, metavar="P",
+                     help="Draw from tokens at least P times as likely as the likeliest."),
+        click.option("--repetition-penalty", type=float, metavar="R", help="Above 1 makes repetition less likely."),
+        click.option("--seed", type=int, help="Same seed, same text."),
+        click.option("--stop", multiple=True, metavar="TEXT",
+                     help="End before this text; may be given several times."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def sampling(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling options that were given, as fields of `SamplingParams`."""
+    return {name: options[name] for name in SAMPLING if options.get(name) not in (None, ())}
+
+
+def parse_ids(text: str) -> list[int]:
+    """"1,2,3" or "1 2 3" to token ids."""
+    parts = text.replace(",", " ").split()
+    if not parts or not all(part.isdigit() for part in parts):
+        raise UsageError(f"--prompt-ids {text!r}: expected token ids like 1,2,3")
+    return [int(part) for part in parts]
+
+
+def existing_bundle(bundle: str) -> str:
+    """Refuse a path where nothing is, before anything heavy is imported."""
+    if not Path(bundle).exists():
+        raise UsageError(f"no bundle at {bundle!r}: `relaxpack build MODEL -o {bundle}` makes one")
+    return bundle

@@ -1,0 +1,119 @@
+"""`LLM`: a bundle in Python. Loads it once and answers prompts and chats; several at once are batched.
+
+Runs the engine in the caller's thread, so an LLM belongs to one thread. `relaxpack serve` is for many clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from relaxpack.errors import RequestError
+from relaxpack.model_info import ModelInfo
+from relaxpack.runtime.chat_template import ChatTemplate, Message
+from relaxpack.runtime.engine import Engine
+from relaxpack.runtime.load import load_model
+from relaxpack.runtime.sampling_params import SamplingParams
+from relaxpack.runtime.text_generation import Completion, TextGenerator
+from relaxpack.runtime.tokenizer import Tokenizer
+from relaxpack.runtime.tool_calls import MARKERS
+
+Prompt = str | Sequence[int]
+Chat = Sequence[Message]
+
+
+class LLM:
+    """A loaded model.
+
+    >>> llm = LLM("my.bundle")                                          # doctest: +SKIP
+    >>> print(llm.generate("The sky is", max_tokens=8))                 # doctest: +SKIP
+    >>> print(llm.chat([{"role": "user", "content": "Hi"}]))            # doctest: +SKIP
+
+    Sampling is greedy unless the publisher advises otherwise or `params`, or fields of `SamplingParams` as keywords,
+    say so.
+    """
+
+    def __init__(self, bundle: str | Path, *, num_pages: int | None = None) -> None:
+        """`num_pages`: pages of the KV cache; by default what the bundle's limits need."""
+        loaded = load_model(bundle, num_pages=num_pages)
+        self._setup(Engine(loaded.runner, end_token_ids=loaded.info.end_token_ids), loaded.tokenizer, loaded.info)
+
+    @classmethod
+    def from_engine(cls, engine: Engine, tokenizer: Tokenizer, info: ModelInfo | None = None) -> LLM:
+        """An LLM over an engine that is already there."""
+        llm = cls.__new__(cls)
+        llm._setup(engine, tokenizer, info)
+        return llm
+
+    def _setup(self, engine: Engine, tokenizer: Tokenizer, info: ModelInfo | None) -> None:
+        self.engine, self.tokenizer, self.info = engine, tokenizer, info
+        self.template = ChatTemplate(tokenizer)
+        self.generator = TextGenerator(engine, tokenizer)
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """The publisher's advice; greedy where there is none or it says not to sample."""
+        advice = {k: v for k, v in self.tokenizer.text.generation.items() if v is not None}
+        sample = advice.pop("do_sample", None)
+        known = {k: v for k, v in advice.items() if k in SamplingParams.__dataclass_fields__}
+        return {"temperature": 0.0} if sample is False else {"temperature": 0.0, **known}
+
+    def params(self, **sampling: Any) -> SamplingParams:
+        """`SamplingParams` from `default_sampling` and what is given here."""
+        unknown = sampling.keys() - SamplingParams.__dataclass_fields__.keys()
+        if unknown:
+            raise RequestError(f"unknown sampling parameter {', '.join(sorted(unknown))}: known are "
+                               f"{', '.join(SamplingParams.__dataclass_fields__)}", sorted(unknown)[0])
+        return SamplingParams(**{**self.default_sampling, **sampling})
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *,
+                 special: bool = False, **sampling: Any) -> Any:
+        """Continue raw prompts (no chat template), text or token ids. One prompt gives one `Completion`, a list of
+        prompts a list in their order (n of each for n > 1). `special` reads special tokens written in the text."""
+        single = _is_prompt(prompts)
+        several: Sequence[Any] = [prompts] if single else prompts
+        ids = [self.encode(prompt, special=special) for prompt in several]
+        done = self.generator.complete(ids, params or self.params(**sampling), continuation=True)
+        return _checked(done)[0] if single and len(done) == 1 else _checked(done)
+
+    def chat(self, messages: Chat | Sequence[Chat], params: SamplingParams | None = None, *,
+             tools: Sequence[Mapping[str, Any]] | None = None, special_in_content: bool = False,
+             template_options: Mapping[str, Any] | None = None, **sampling: Any) -> Any:
+        """Answer one conversation or a list of them. Message and tool formats are those of the OpenAI API;
+        `template_options` are further variables of the chat template."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        chats: Sequence[Any] = [messages] if single else messages
+        ids = [self.template.encode(chat, tools=tools, special_in_content=special_in_content,
+                                    **(template_options or {})) for chat in chats]
+        done = self.generator.complete(ids, params or self.params(**sampling),
+                                        show=MARKERS if tools else ())
+        return _checked(done)[0] if single and len(done) == 1 else _checked(done)
+
+    def stream(self, prompt: Prompt | Chat, params: SamplingParams | None = None, *,
+               cancelled: Callable[[], bool] = lambda: False, **sampling: Any) -> Iterator[str]:
+        """Pieces of text as they come, for a raw prompt or one conversation; close the iterator to stop."""
+        chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        ids = self.template.encode(prompt) if chat else self.encode(prompt)   # type: ignore[arg-type]
+        own = params or self.params(**sampling)
+        for completion, text in self.generator.stream([ids], own, continuation=not chat, cancelled=cancelled):
+            if text:
+                yield text
+            if completion.finish_reason:
+                _checked([completion])
+
+    def encode(self, prompt: Prompt, *, special: bool = False) -> list[int]:
+        """Token ids of a raw prompt; ids pass through."""
+        return self.tokenizer.encode(prompt, special=special) if isinstance(prompt, str) else list(prompt)
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or (bool(value) and all(isinstance(item, int) for item in value))
+
+
+def _checked(completions: list[Completion]) -> list[Completion]:
+    """Raise the error of the first answer that failed."""
+    for completion in completions:
+        if completion.error is not None:
+            raise RequestError(f"prompt {completion.prompt_index}: {completion.error}")
+    return completions

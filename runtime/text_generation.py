@@ -1,0 +1,157 @@
+"""`TextGenerator`: prompts in, streamed text out, over an engine in this thread.
+
+Adds to the engine what it does not know: detokenizing, stop strings, timings in words a user reads. Prompts are token
+ids here; chat templates and histories are above. For many threads or HTTP, see `async_engine.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from relaxpack.runtime.detokenizer import Detokenizer
+from relaxpack.runtime.engine import Engine, TokenEvent
+from relaxpack.runtime.request import FinishReason, Request
+from relaxpack.runtime.sampler import TokenLogprobs
+from relaxpack.runtime.sampling_params import SamplingParams
+from relaxpack.runtime.stop_matcher import StopMatcher
+from relaxpack.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds and token counts of one answer. `prefill_seconds` ends with the first token and includes waiting."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def prefill_rate(self) -> float:
+        """Computed prompt tokens per second."""
+        return _rate(self.prompt_tokens - self.cached_tokens, self.prefill_seconds)
+
+    @property
+    def decode_rate(self) -> float:
+        """Output tokens after the first, per second."""
+        return _rate(self.output_tokens - 1, self.decode_seconds)
+
+
+def _rate(count: int, seconds: float) -> float:
+    return max(count, 0) / seconds if seconds > 0 else 0.0
+
+
+@dataclass
+class Completion:
+    """One answer. `token_ids` includes an end token; `text` has neither it nor a stop string. `str()` is the text."""
+
+    prompt_index: int                       # which of the prompts given together
+    index: int                              # which of the n answers to it
+    prompt_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None     # of prompt_ids[1:]
+    finish_reason: str | None = None
+    stop: str | int | None = None           # the stop string or token id that ended it
+    error: str | None = None
+    timings: Timings | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class TextStream:
+    """One output's text: detokenizer and stop strings in line."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops)
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was met."""
+        return self._matcher.matched
+
+    def add(self, ids: Iterable[int]) -> str:
+        return self._matcher.add(self._detokenizer.add(ids))
+
+    def finish(self) -> str:
+        return self._matcher.add(self._detokenizer.finish()) + self._matcher.finish()
+
+
+class TextGenerator:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+
+    def stream(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *,
+               continuation: bool = False, show: Iterable[str] = (), salt: str = "",
+               cancelled: Callable[[], bool] = lambda: False) -> Iterator[tuple[Completion, str]]:
+        """Answer prompts together; gives (completion so far, its new text) for every token, text perhaps empty.
+
+        A completion is done when its `finish_reason` is set. `continuation`: the text goes on after the prompt.
+        `cancelled` is asked between steps; then, or when the iterator is closed, what runs ends as "abort".
+        """
+        requests: list[Request] = []
+        outputs: dict[tuple[str, int], tuple[Completion, TextStream]] = {}
+        try:
+            for number, prompt_ids in enumerate(prompts):
+                request = self.engine.add(prompt_ids, params, salt=salt)
+                requests.append(request)
+                for index in range(params.n):
+                    detokenizer = self.tokenizer.detokenizer(continuation=continuation, show=show)
+                    outputs[request.id, index] = (Completion(number, index, request.prompt_ids),
+                                                  TextStream(detokenizer, params.stop))
+            while not all(request.finished for request in requests):
+                events = self.engine.step()
+                if cancelled():
+                    events += [event for request in requests for event in self.engine.cancel(request)]
+                for event in events:
+                    if (event.request.id, event.sequence.index) in outputs:
+                        yield self._apply(event, *outputs[event.request.id, event.sequence.index])
+        finally:
+            for request in requests:
+                self.engine.cancel(request)
+
+    def complete(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, continuation: bool = False,
+                 show: Iterable[str] = (), salt: str = "") -> list[Completion]:
+        """All answers, by prompt and then by index."""
+        pieces = self.stream(prompts, params, continuation=continuation, show=show, salt=salt)
+        done = [completion for completion, _ in pieces if completion.finish_reason]
+        return sorted(done, key=lambda completion: (completion.prompt_index, completion.index))
+
+    def _apply(self, event: TokenEvent, completion: Completion, stream: TextStream) -> tuple[Completion, str]:
+        sequence, text = event.sequence, ""
+        if event.token_id is not None:
+            completion.token_ids.append(event.token_id)
+            if event.logprobs is not None:
+                completion.logprobs = [*(completion.logprobs or ()), event.logprobs]
+            if sequence.stop_token_id is None:
+                text = stream.add([event.token_id])
+        reason = event.finish_reason
+        if stream.stop is not None and reason is None:
+            self.engine.finish(sequence, FinishReason.STOP)
+        if reason is not None:
+            text += stream.finish()
+        if stream.stop is not None:
+            reason = FinishReason.STOP
+        completion.text += text
+        if reason is not None:
+            completion.finish_reason = reason.value
+            completion.stop = stream.stop if stream.stop is not None else sequence.stop_token_id
+            completion.error = sequence.error
+            if event.request.params.prompt_logprobs is not None:
+                completion.prompt_logprobs = event.request.prompt_logprobs
+            completion.timings = _timings(event.request, len(completion.token_ids))
+        return completion, text
+
+
+def _timings(request: Request, output_tokens: int) -> Timings:
+    now = request.finish_time if request.finish_time is not None else time.monotonic()
+    first = request.first_token_time if request.first_token_time is not None else now
+    return Timings(len(request.prompt_ids), request.cached_tokens or 0, output_tokens,
+                   first - request.arrival_time, now - first)

@@ -1,0 +1,118 @@
+"""`LLM` over a scripted model: prompts, batches, chats, streams and stop strings, without a compile."""
+
+from __future__ import annotations
+
+import pytest
+
+from relaxpack.errors import RequestError
+from relaxpack.llm import LLM
+from relaxpack.runtime.engine import Engine
+from tests.helpers.text import ScriptedRunner, answering, chatml, llama2
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+
+
+def make(answer, tokenizer=None, end=2, **options):
+    tokenizer = tokenizer or chatml()
+    runner = ScriptedRunner(tokenizer, answering(tokenizer, answer, end), **options)
+    return LLM.from_engine(Engine(runner, end_token_ids=tokenizer.text.end_token_ids), tokenizer)
+
+
+def upper(text):
+    return text.rpartition("user\n")[2].partition("<|im_end|>")[0].upper()
+
+
+def test_chat_answers_with_the_template():
+    llm = make(upper)
+    done = llm.chat([{"role": "user", "content": "hello ď"}])
+    assert str(done) == "HELLO Ď" and done.finish_reason == "stop" and done.stop == 2
+    assert done.token_ids[-1] == 2 and done.prompt_ids == llm.template.encode([{"role": "user", "content": "hello ď"}])
+    assert done.timings.prompt_tokens == len(done.prompt_ids)
+    assert done.timings.output_tokens == len(done.token_ids)
+
+
+def test_several_chats_are_batched():
+    llm = make(upper)
+    texts = ["one", "two two", "three three three", "4", "five", "six"]
+    done = llm.chat([[{"role": "user", "content": text}] for text in texts])
+    assert [str(completion) for completion in done] == [text.upper() for text in texts]
+    longest = max(len(completion.token_ids) for completion in done)
+    assert len(llm.engine.runner.computed) < 2 * longest + 6      # far fewer steps than one after the other
+
+
+def test_raw_prompt_goes_on_with_its_leading_space():
+    llm = make(lambda text: "fine, thank you", tokenizer=llama2())
+    assert llm.generate("I am").text == " fine, thank you"
+    assert llm.chat([{"role": "user", "content": "How?"}]).text == "fine, thank you"
+
+
+def test_prompts_may_be_token_ids():
+    llm = make(lambda text: "yes")
+    ids = llm.encode("no")
+    assert [str(c) for c in llm.generate([ids, "maybe"])] == ["yes", "yes"]
+    assert llm.generate(ids).prompt_ids == ids
+
+
+def test_stream_gives_the_same_text_in_pieces():
+    llm = make(lambda text: "Příliš žluťoučký kůň 👨‍👩‍👧")
+    pieces = list(llm.stream([{"role": "user", "content": "x"}]))
+    assert "".join(pieces) == "Příliš žluťoučký kůň 👨‍👩‍👧" and len(pieces) > 3
+
+
+def test_stop_string_ends_the_answer_and_frees_the_sequence():
+    llm = make(lambda text: "The quick brown fox jumps")
+    done = llm.generate("x", stop=("own fox",))
+    assert (done.text, done.finish_reason, done.stop) == ("The quick br", "stop", "own fox")
+    assert not llm.engine.has_work
+
+
+def test_stop_string_across_the_last_token_of_the_limit():
+    llm = make(lambda text: "abcdef")
+    ids = llm.encode("abcdef")
+    for count in range(1, len(ids) + 1):
+        done = llm.generate("x", max_tokens=count, stop=("zzz",))
+        assert done.text == llm.tokenizer.decode(ids[:count]) and done.finish_reason == "length"
+
+
+def test_closing_a_stream_cancels_the_request():
+    llm = make(lambda text: "many words " * 20)
+    stream = llm.stream("x")
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_work
+
+
+def test_n_answers_come_by_prompt_and_index():
+    llm = make(lambda text: "a b")
+    done = llm.generate(["x", "y"], n=2)
+    assert [(c.prompt_index, c.index) for c in done] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {c.text for c in done} == {"a b"}
+
+
+def test_logprobs_are_kept():
+    done = make(lambda text: "ok").generate("x", logprobs=2)
+    assert [entry.token_id for entry in done.logprobs] == done.token_ids
+    assert all(len(entry.top) == 2 and entry.logprob == pytest.approx(entry.top[0][1]) for entry in done.logprobs)
+
+
+def test_prompt_longer_than_the_context_is_refused_with_numbers():
+    with pytest.raises(RequestError, match=r"65 tokens.*holds 64"):
+        make(lambda text: "", max_context=64).generate([5] * 65)
+
+
+def test_publishers_advice_is_the_default():
+    llm = make(lambda text: "", tokenizer=chatml(generation={"temperature": 0.6, "top_p": 0.9, "do_sample": True}))
+    assert (llm.params().temperature, llm.params().top_p, llm.params(temperature=0.1).temperature) == (0.6, 0.9, 0.1)
+    llm = make(lambda text: "", tokenizer=chatml(generation={"temperature": 0.6, "do_sample": False}))
+    assert llm.params().greedy
+
+
+def test_unknown_parameter_is_named():
+    with pytest.raises(RequestError, match="unknown sampling parameter temprature"):
+        make(lambda text: "").generate("x", temprature=1)
+
+
+def test_model_failure_is_raised():
+    llm = make(lambda text: 1 / 0)
+    with pytest.raises(RequestError, match="ZeroDivisionError"):
+        llm.generate("x")
