@@ -16,6 +16,7 @@ import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, KernelProvider
+from relaxpack.passes.capture_graph import MarkStatic, PrepareCapture
 from relaxpack.passes.combine_parallel_matmul import CombineParallelMatmul
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.fuse_add_norm import FuseAddNorm
@@ -24,7 +25,8 @@ from relaxpack.passes.lower_kernels import LowerKernels
 from relaxpack.passes.memory_plan import VerifyMemoryPlan
 from relaxpack.passes.pack_weights import PackWeights
 from relaxpack.passes.prune_parameters import PruneParameters
-from relaxpack.passes.schedule_rest import ScheduleRest
+from relaxpack.passes.schedule_rest import DropUnusedKernels, ScheduleRest
+from relaxpack.passes.specialize_buckets import SpecializeBuckets
 from relaxpack.passes.verify import VerifyPhase
 from relaxpack.weight_format import WeightFormat
 from tvm import relax
@@ -42,6 +44,7 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
         ("weights", [PackWeights(provider, formats), PruneParameters, VerifyPhase("weights")]),
         ("fuse", [FuseUnpackMatmul, FuseAddNorm, PruneParameters, VerifyPhase("fuse")]),
         ("lower", [
+            *([SpecializeBuckets("decode", "t", config.decode_buckets)] if config.decode_buckets else []),
             LowerKernels(provider, attention),
             PruneParameters,
             relax.transform.LegalizeOps(),
@@ -50,8 +53,9 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
             relax.transform.FuseOps(),
             relax.transform.FuseTIR(),
             ScheduleRest(schedule_rule),
-            relax.transform.DeadCodeElimination(["prefill", "decode"]),
+            DropUnusedKernels,
             VerifyPhase("lower"),
+            *([PrepareCapture] if config.cuda_graph else []),
         ]),
         ("finalize", [
             relax.transform.BundleModelParams("params"),
@@ -61,6 +65,7 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
             relax.transform.CallTIRRewrite(),
             relax.transform.StaticPlanBlockMemory(),
             VerifyMemoryPlan,
+            *([MarkStatic, relax.transform.RewriteCUDAGraph()] if config.cuda_graph else []),
             relax.transform.LowerAllocTensor(),
             relax.transform.KillAfterLastUse(),
             relax.transform.LowerRuntimeBuiltin(),
@@ -80,7 +85,7 @@ def run_phases(mod: tvm.IRModule, target: Any, all_phases: list[Phase],
         start = time.perf_counter()
         for one in passes:
             try:
-                with target:
+                with target, tvm.transform.PassContext(config={"relax.backend.use_cuda_graph": True}):
                     mod = one(mod)
             except CompileError:
                 raise

@@ -11,6 +11,8 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.passes.rewrite import exported_functions
+from tvm import relax
 
 SOURCE = "relaxpack.source"
 
@@ -30,3 +32,9 @@ def ScheduleRest(rule: Callable[[Any], Any] | None) -> Any:
         return tvm.IRModule(functions, attrs=mod.attrs)
 
     return run
+
+
+@tvm.transform.module_pass(opt_level=0, name="DropUnusedKernels")
+def DropUnusedKernels(mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
+    """Dead bindings and PrimFuncs that no exported function calls disappear."""
+    return relax.transform.DeadCodeElimination([gv.name_hint for gv, _ in exported_functions(mod)])(mod)
