@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
 
 SHORT = {"bfloat16": "bf16", "float16": "f16"}      # activation dtype → PTX name
 
@@ -45,43 +46,79 @@ def finish(func, name: str, dependent_launch: bool = False, cluster: int = 1, gr
     return func
 
 
-def entry(body, N: int, K: int, OUT: int, dtype: str, weight_dtype: str, out_dtype: str, bias: bool, residual: bool):
-    """The PrimFunc of a linear kernel around the inlined `body(x, weight, bias, residual, y, t)`, with exactly the buffers
-    that are there, in the contract's order; `body` gets x in place of what is absent and opens the device part."""
-    if bias and residual:
+def entry(body, N: int, K: int, OUT: int, dtype: str, out_dtype: str, bias: bool, residual: bool):
+    """The PrimFunc of a linear kernel with a float weight around the inlined `body(x, weight, bias, residual, y, t)`: the
+    buffers that are there in the contract's order. `body` gets None for an absent buffer and opens the device part."""
+    @T.inline
+    def bind(handles):
+        t = T.int64()
+        x = T.match_buffer(handles[0], (t, K), dtype, align=16)
+        weight = T.match_buffer(handles[1], (N, K), dtype, align=16)
+        bias_buffer = T.meta_var(optional(bias, "bias", handles[2], (N,), "float32"))
+        residual_buffer = T.meta_var(optional(residual, "residual", handles[-2], (t, OUT), dtype))
+        y = T.match_buffer(handles[-1], (t, OUT), out_dtype, align=16)
+        body(x, weight, bias_buffer, residual_buffer, y, t)
+
+    return with_handles(3 + bias + residual, bind)
+
+
+def quant_entry(body, N: int, K: int, OUT: int, weight, dtype: str, out_dtype: str, bias: bool, residual: bool):
+    """`entry` for a quantised weight in fragments: `body(x, codes, scales, minimums, bias, residual, y, t)`."""
+    words, groups = fragment_sizes(weight, N, K)
+    stored = weight.minimum == "stored"
+
+    @T.inline
+    def bind(handles):
+        t = T.int64()
+        x = T.match_buffer(handles[0], (t, K), dtype, align=16)
+        codes = T.match_buffer(handles[1], (words,), "uint32", align=16)
+        scales = T.match_buffer(handles[2], (groups,), weight.scale_dtype, align=16)
+        minimums = T.meta_var(optional(stored, "minimums", handles[3], (groups,), weight.scale_dtype))
+        bias_buffer = T.meta_var(optional(bias, "bias", handles[3 + stored], (N,), "float32"))
+        residual_buffer = T.meta_var(optional(residual, "residual", handles[-2], (t, OUT), dtype))
+        y = T.match_buffer(handles[-1], (t, OUT), out_dtype, align=16)
+        body(x, codes, scales, minimums, bias_buffer, residual_buffer, y, t)
+
+    return with_handles(4 + stored + bias + residual, bind)
+
+
+def optional(present: bool, name: str, handle, shape, dtype: str):
+    """The buffer behind a handle where there is one, else None."""
+    return IRBuilder.name(name, T.match_buffer(handle, shape, dtype, align=16)) if present else None
+
+
+def fragment_sizes(weight, N: int, K: int) -> tuple[int, int]:
+    """32-bit words of codes and number of groups of a packed weight; rows are padded to 16, K to 64."""
+    values = -(-N // 16) * 16 * (-(-K // 64)) * 64
+    return values * weight.bits // 32, values // weight.group_size
+
+
+def with_handles(count: int, bind):
+    """A PrimFunc of `count` (2 to 7) buffers whose body is the inlined `bind(handles)`."""
+    if count == 2:
         @T.prim_func
-        def main(x_ptr: T.handle, w_ptr: T.handle, b_ptr: T.handle, r_ptr: T.handle, y_ptr: T.handle):
-            t = T.int64()
-            x = T.match_buffer(x_ptr, (t, K), dtype, align=16)
-            weight = T.match_buffer(w_ptr, (N, K), weight_dtype, align=16)
-            bias_buffer = T.match_buffer(b_ptr, (N,), "float32", align=16)
-            residual_buffer = T.match_buffer(r_ptr, (t, OUT), dtype, align=16)
-            y = T.match_buffer(y_ptr, (t, OUT), out_dtype, align=16)
-            body(x, weight, bias_buffer, residual_buffer, y, t)
-    elif bias:
+        def main(a: T.handle, b: T.handle):
+            bind([a, b])
+    elif count == 3:
         @T.prim_func
-        def main(x_ptr: T.handle, w_ptr: T.handle, b_ptr: T.handle, y_ptr: T.handle):
-            t = T.int64()
-            x = T.match_buffer(x_ptr, (t, K), dtype, align=16)
-            weight = T.match_buffer(w_ptr, (N, K), weight_dtype, align=16)
-            bias_buffer = T.match_buffer(b_ptr, (N,), "float32", align=16)
-            y = T.match_buffer(y_ptr, (t, OUT), out_dtype, align=16)
-            body(x, weight, bias_buffer, x, y, t)
-    elif residual:
+        def main(a: T.handle, b: T.handle, c: T.handle):
+            bind([a, b, c])
+    elif count == 4:
         @T.prim_func
-        def main(x_ptr: T.handle, w_ptr: T.handle, r_ptr: T.handle, y_ptr: T.handle):
-            t = T.int64()
-            x = T.match_buffer(x_ptr, (t, K), dtype, align=16)
-            weight = T.match_buffer(w_ptr, (N, K), weight_dtype, align=16)
-            residual_buffer = T.match_buffer(r_ptr, (t, OUT), dtype, align=16)
-            y = T.match_buffer(y_ptr, (t, OUT), out_dtype, align=16)
-            body(x, weight, x, residual_buffer, y, t)
+        def main(a: T.handle, b: T.handle, c: T.handle, d: T.handle):
+            bind([a, b, c, d])
+    elif count == 5:
+        @T.prim_func
+        def main(a: T.handle, b: T.handle, c: T.handle, d: T.handle, e: T.handle):
+            bind([a, b, c, d, e])
+    elif count == 6:
+        @T.prim_func
+        def main(a: T.handle, b: T.handle, c: T.handle, d: T.handle, e: T.handle, f: T.handle):
+            bind([a, b, c, d, e, f])
     else:
+        assert count == 7, count
+
         @T.prim_func
-        def main(x_ptr: T.handle, w_ptr: T.handle, y_ptr: T.handle):
-            t = T.int64()
-            x = T.match_buffer(x_ptr, (t, K), dtype, align=16)
-            weight = T.match_buffer(w_ptr, (N, K), weight_dtype, align=16)
-            y = T.match_buffer(y_ptr, (t, OUT), out_dtype, align=16)
-            body(x, weight, x, x, y, t)
+        def main(a: T.handle, b: T.handle, c: T.handle, d: T.handle, e: T.handle, f: T.handle, g: T.handle):
+            bind([a, b, c, d, e, f, g])
     return main

@@ -197,5 +197,5 @@ def gemm_few(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
             T.ptx["barrier.cluster.arrive"]()
             T.ptx["barrier.cluster.wait"]()
 
-    func = entry(body, N, K, OUT, dtype, dtype, out_dtype, bias, residual)
+    func = entry(body, N, K, OUT, dtype, out_dtype, bias, residual)
     return finish(func, name, dependent_launch, S)

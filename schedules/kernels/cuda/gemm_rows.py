@@ -135,4 +135,4 @@ def gemm_rows(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 8, s
                 if T.And(m < rows, bx * BO + f < OUT):
                     store(partial, bias_buffer, residual_buffer, y, total, bx, m, item // BO, f)
 
-    return finish(entry(body, N, K, OUT, dtype, dtype, out_dtype, bias, residual), name, dependent_launch, grid="xy")
+    return finish(entry(body, N, K, OUT, dtype, out_dtype, bias, residual), name, dependent_launch, grid="xy")
