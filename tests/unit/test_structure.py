@@ -18,8 +18,8 @@ from relaxpack.cli import COMMANDS
 ROOT = Path(__file__).parents[2]
 ROOMS = ("relax_models", "passes", "schedules", "dist", "runtime")
 TVM = re.compile(r"^\s*(?:import|from) (?:tvm|tvm_ffi)\b", re.MULTILINE)
-DOOR = re.compile(r"^\s*(?:import relaxpack\.tvm_setup|from relaxpack import tvm_setup|from relaxpack\.tvm_setup import)",
-                  re.MULTILINE)
+DOOR = re.compile(r"^\s*(?:import relaxpack\.tvm_setup|from relaxpack import tvm_setup|"
+                  r"from relaxpack\.tvm_setup import)", re.MULTILINE)
 COMPILE_SIDE = ("relaxpack.relax_models", "relaxpack.passes", "relaxpack.schedules", "relaxpack.compile")
 
 

@@ -52,6 +52,7 @@ def test_a_tvm_without_compiler_is_no_problem(light: None, monkeypatch: pytest.M
     (tmp_path / "tvm" / "lib").mkdir(parents=True)
     (tmp_path / "tvm" / "__init__.py").touch()
     (tmp_path / "tvm" / "lib" / "libtvm_runtime_cuda.so").touch()
+    monkeypatch.delitem(sys.modules, "tvm", raising=False)   # another test may have loaded the real one
     monkeypatch.syspath_prepend(tmp_path)
     findings = list(doctor._tvm())
     assert find(findings, "TVM", "compiler library").status == "note"
