@@ -1,0 +1,71 @@
+"""rms_norm and add_rms_norm: one pass for the sum of squares, one for the scaled output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relaxpack.kernel_spec import NormSpec
+
+from .builder import Expr, T, build, const, i64, load, loop, registers, rows_loop, splat, store, symbol
+from .isa import Isa, fma, reduce_sum
+from .quantize_rows import store_reg
+
+CHAINS = 4
+
+
+def norm(isa: Isa, spec: NormSpec) -> Any:
+    """PrimFunc: x [t, H], [residual [t, H]], weight f32[H] → [total [t, H]], y [t, H]."""
+    t, size, lanes = symbol("t"), spec.hidden_size, isa.lanes
+    rows = [("x", (t, size), "float32")]
+    params = rows + ([("residual", (t, size), "float32")] if spec.residual else []) + [("weight", (size,), "float32")]
+    params += ([("total", (t, size), "float32")] if spec.residual else []) + [("y", (t, size), "float32")]
+
+    def body(*args: Any) -> None:
+        names = dict(zip((name for name, _, _ in params), args, strict=True))
+        x, weight, y = names["x"], names["weight"], names["y"]
+        total = names.get("total")
+
+        def one(row: Expr) -> None:
+            acc = registers(CHAINS, lanes)
+            rest = registers(1, 1)
+            for c in range(CHAINS):
+                store_reg(acc, c, const(0.0, lanes))
+            store_reg(rest, 0, T.float32(0))
+
+            def square(at: Expr, n: int, into: Any, index: int) -> None:
+                value = load(x, row, at, lanes=n)
+                if total is not None:
+                    value = value + load(names["residual"], row, at, lanes=n)
+                value = T.bind(value)
+                if total is not None:
+                    store(total, value, row, at, lanes=n)
+                store_reg(into, index, fma(value, value, into[i64(index)]))
+
+            step = CHAINS * lanes
+            with loop(size // step) as i:
+                for c in range(CHAINS):
+                    square(i * i64(step) + i64(c * lanes), lanes, acc, c)
+            done = size // step * step
+            for c in range((size - done) // lanes):
+                square(i64(done + c * lanes), lanes, acc, c)
+            done += (size - done) // lanes * lanes
+            if done < size:
+                with loop(size - done) as i:
+                    square(i + i64(done), 1, rest, 0)
+            summed = acc[i64(0)] + acc[i64(1)] + (acc[i64(2)] + acc[i64(3)])
+            mean = (reduce_sum(summed, lanes) + rest[i64(0)]) * T.float32(1 / size)
+            inverse = T.bind(T.float32(1) / T.sqrt(mean + T.float32(spec.epsilon)))
+            source = total if total is not None else x
+
+            def scale(at: Expr, n: int) -> None:
+                store(y, load(source, row, at, lanes=n) * splat(inverse, n) * load(weight, at, lanes=n), row, at, lanes=n)
+
+            with loop(size // lanes) as i:
+                scale(i * i64(lanes), lanes)
+            if size % lanes:
+                with loop(size % lanes) as i:
+                    scale(i + i64(size // lanes * lanes), 1)
+
+        rows_loop(t, one, serial_below=16)
+
+    return build(params, body)

@@ -1,0 +1,112 @@
+"""`CpuKernels`: answers the compiler's kernel questions for one x86 CPU. Choosing kernels and naming them happens here;
+the kernels themselves are one file each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from relaxpack.errors import CompileError
+from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, LinearSpec, NormSpec, Stage, WeightLayout
+from relaxpack.target import TargetSpec
+from relaxpack.weight_format import QuantizedTensor, WeightFormat
+
+from . import layout
+from .attention_decode import decode_attention
+from .attention_prefill import prefill_attention
+from .embedding import embedding
+from .isa import Isa
+from .linear_float import linear_float
+from .linear_quantized import linear_quantized
+from .norm import norm
+from .rope_append import rope_append
+
+Spec = LinearSpec | EmbeddingSpec | NormSpec | AttentionSpec
+
+
+class CpuKernels:
+    """`KernelProvider` for a CPU target. Equal specs give the very same Kernel."""
+
+    def __init__(self, target: TargetSpec) -> None:
+        if target.kind != "cpu":
+            raise CompileError(f"target {target.name} is not a CPU")
+        self.target = target
+        self.isa = Isa.of(target)
+        self._kernels: dict[tuple[str, Spec], Kernel] = {}
+
+    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
+        return layout.weight_layout(weight, out_features, in_features, swiglu)
+
+    def pack(self, layout_: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str, np.ndarray]:
+        return layout.pack(layout_, weight)
+
+    def linear(self, spec: LinearSpec) -> Kernel:
+        _only_float32("linear", spec.activation_dtype, spec.out_dtype)
+        extras = (["bias"] if spec.bias else []) + (["residual"] if spec.residual else [])
+        name = "_".join(["linear", spec.weight.name, f"{spec.out_features}x{spec.in_features}", *extras,
+                         *(["swiglu"] if spec.swiglu else []), spec.phase])
+        make = linear_quantized if spec.weight.quantized else linear_float
+        return self._kernel("linear", spec, name, lambda: make(self.isa, spec), ("x", "weight", *extras), ("y",))
+
+    def embedding(self, spec: EmbeddingSpec) -> Kernel:
+        _only_float32("embedding", spec.activation_dtype)
+        name = f"embedding_{spec.weight.name}_{spec.vocab_size}x{spec.hidden_size}"
+        return self._kernel("embedding", spec, name, lambda: embedding(spec), ("token_ids", "weight"), ("y",))
+
+    def norm(self, spec: NormSpec) -> Kernel:
+        _only_float32("norm", spec.activation_dtype)
+        name = f"{'add_' if spec.residual else ''}rms_norm_{spec.hidden_size}" + _number(spec.epsilon)
+        inputs = ("x", "residual", "weight") if spec.residual else ("x", "weight")
+        return self._kernel("norm", spec, name, lambda: norm(self.isa, spec), inputs,
+                            ("total", "y") if spec.residual else ("y",))
+
+    def rope_append(self, spec: AttentionSpec) -> Kernel:
+        norms = ("q_norm", "k_norm") if spec.qk_norm_epsilon is not None else ()
+        return self._attention("rope_append", spec, rope_append,
+                               ("qkv", "rope_table", "positions", "slots", *norms, "pages", "layer"), ("q",), ("pages",))
+
+    def decode_attention(self, spec: AttentionSpec) -> Kernel:
+        return self._attention("decode_attention", spec, decode_attention,
+                               ("q", "pages", "page_table", "lengths", "layer"), ("y",))
+
+    def prefill_attention(self, spec: AttentionSpec) -> Kernel:
+        return self._attention("prefill_attention", spec, prefill_attention,
+                               ("q", "pages", "page_table", "query_start", "lengths", "layer"), ("y",))
+
+    def _attention(self, operation: str, spec: AttentionSpec, make: Callable[[Isa, AttentionSpec], Any],
+                   inputs: tuple[str, ...], outputs: tuple[str, ...], inplace: tuple[str, ...] = ()) -> Kernel:
+        _only_float32(operation, spec.activation_dtype)
+        if spec.kv_dtype not in ("float32", "float16"):
+            raise CompileError(f"KV dtype {spec.kv_dtype} has no CPU kernel; known: float32, float16")
+        if spec.num_heads % spec.num_kv_heads:
+            raise CompileError(f"{spec.num_heads} heads are not a multiple of {spec.num_kv_heads} KV heads")
+        if spec.rotary_dim % 2 or not 0 <= spec.rotary_dim <= spec.head_dim:
+            raise CompileError(f"rotary_dim {spec.rotary_dim} must be even and at most head_dim {spec.head_dim}")
+        name = (f"{operation}_{spec.num_heads}q{spec.num_kv_heads}kv{spec.head_dim}_page{spec.page_size}"
+                + (f"_window{spec.window}" if spec.window is not None else "") + ("_f16kv" if spec.kv_dtype == "float16" else ""))
+        return self._kernel(operation, spec, name, lambda: make(self.isa, spec), inputs, outputs, inplace)
+
+    def _kernel(self, operation: str, spec: Spec, name: str, make: Callable[[], Any], inputs: tuple[str, ...],
+                outputs: tuple[str, ...], inplace: tuple[str, ...] = ()) -> Kernel:
+        key = (operation, spec)
+        if key not in self._kernels:
+            taken = {stage.name for kernel in self._kernels.values() for stage in kernel.stages}
+            unique, count = name, 2
+            while unique in taken:
+                unique, count = f"{name}_v{count}", count + 1
+            stage = Stage(make(), unique, inputs, outputs, inplace)
+            self._kernels[key] = Kernel((stage,), f"rule:cpu.{operation}")
+        return self._kernels[key]
+
+
+def _number(value: float) -> str:
+    return "_eps" + f"{value:g}".replace("-", "m").replace(".", "p").replace("+", "")
+
+
+def _only_float32(operation: str, *dtypes: str) -> None:
+    for dtype in dtypes:
+        if dtype != "float32":
+            raise CompileError(f"{operation}: CPU kernels take float32 activations, got {dtype}")
