@@ -11,6 +11,13 @@ from typing import Any
 from relaxpack.errors import ConfigError
 from relaxpack.relax_models.rope import RopeConfig
 
+MAX_LAYERS = 10_000  # a damaged count must not become a list of billions
+
+
+def check_layers(file: str, layers: int) -> None:
+    if not 1 <= layers <= MAX_LAYERS:
+        raise ConfigError(f"{file}: the number of layers must be between 1 and {MAX_LAYERS}, got {layers}")
+
 
 @dataclass(frozen=True)
 class ModelConfig:

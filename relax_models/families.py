@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from relaxpack.errors import ConfigError
 from relaxpack.relax_models.audit import KeyReader, shorten
-from relaxpack.relax_models.config import ModelConfig
+from relaxpack.relax_models.config import ModelConfig, check_layers
 from relaxpack.relax_models.rope_import import LAYER_TYPES, read_rope
 
 
@@ -87,9 +87,9 @@ def read_config(config: KeyReader, family: Family) -> tuple[ModelConfig, bool]:
     take token ids from it."""
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     layers = config.integer("num_hidden_layers")
-    if heads < 1 or layers < 1:
-        raise ConfigError(f"{config.file}: num_attention_heads = {heads} and num_hidden_layers = {layers} must be "
-                          "positive")
+    check_layers(config.file, layers)
+    if heads < 1:
+        raise ConfigError(f"{config.file}: num_attention_heads = {heads} must be positive")
     # An absent key means the class default; null means "as many as attention heads", as in transformers.
     stated = "num_key_value_heads" in config.data or family.default_kv_heads is None
     kv_heads = config.integer("num_key_value_heads", heads if stated else family.default_kv_heads)

@@ -5,6 +5,8 @@ What a checkpoint advises that we do not do is reported as a warning when it wou
 
 from __future__ import annotations
 
+from typing import Any
+
 from relaxpack.relax_models.audit import KeyReader, shorten
 from relaxpack.relax_models.contents import GenerationDefaults
 
@@ -17,7 +19,7 @@ _IGNORED = (
     "target_lookbehind", "generation_kwargs", "transformers.js_config", "disable_compile", "low_memory",
     "num_return_sequences", "chat_format", "max_window_size", "prefill_chunk_size", "compile_config", "_commit_hash")
 # Ignored where the value does nothing; a warning otherwise.
-_INERT = {
+_INERT: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "penalty_alpha": (0, 0.0), "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "diversity_penalty": (0.0,),
     "encoder_repetition_penalty": (1.0,), "length_penalty": (1.0,),

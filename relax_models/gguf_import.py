@@ -13,7 +13,7 @@ import numpy as np
 
 from relaxpack.errors import CheckpointError, ConfigError
 from relaxpack.relax_models.audit import KeyReader
-from relaxpack.relax_models.config import ModelConfig
+from relaxpack.relax_models.config import ModelConfig, check_layers
 from relaxpack.relax_models.contents import TensorInfo
 from relaxpack.relax_models.gguf_file import GgufFile
 from relaxpack.relax_models.rope import RopeConfig
@@ -91,8 +91,9 @@ def read_config(file: GgufFile, metadata: KeyReader) -> ModelConfig:
     a = architecture
     hidden, heads = metadata.integer(f"{a}.embedding_length"), _uniform(metadata, f"{a}.attention.head_count")
     layers = metadata.integer(f"{a}.block_count")
-    if heads < 1 or layers < 1:
-        raise ConfigError(f"{file.name}: {heads} attention heads and {layers} layers must be positive")
+    check_layers(file.name, layers)
+    if heads < 1:
+        raise ConfigError(f"{file.name}: the number of attention heads must be positive, got {heads}")
     head_dim = metadata.integer(f"{a}.attention.key_length", hidden // heads)
     metadata.require(f"{a}.attention.value_length", (head_dim,), "keys and values must be equally wide")
     for key in ("expert_count", "expert_used_count"):

@@ -52,6 +52,11 @@ def read_gguf_tokenizer(metadata: KeyReader, vocab_size: int, pretokenizer: str 
     if len(types) != len(tokens) or len(tokens) > vocab_size:
         raise TokenizerError(f"{metadata.file}: {len(tokens)} tokens, {len(types)} token types and {vocab_size} "
                              "embedding rows do not match; the file is damaged")
+    try:
+        "".join(tokens).encode()
+    except (TypeError, UnicodeEncodeError):
+        raise TokenizerError(f"{metadata.file}: the vocabulary holds what is not UTF-8 text; the file is "
+                             "damaged") from None
     if len(set(tokens)) != len(tokens):
         raise TokenizerError(f"{metadata.file}: the vocabulary holds a token twice; the file is damaged")
     bos, eos, eot, eom, unknown = (_token_id(metadata, name, len(tokens)) for name in
@@ -84,7 +89,7 @@ def read_gguf_tokenizer(metadata: KeyReader, vocab_size: int, pretokenizer: str 
                              "is missing; set one of them with gguf-set-metadata")
     if metadata.flag(_P + "add_eos_token"):
         metadata.audit.warn(f"{metadata.file}: add_eos_token is true; prompts are not ended with EOS here")
-    if add_bos:
+    if add_bos and bos is not None:
         tokenizer.post_processor = _with_bos(tokenizer.post_processor, tokens[bos], bos)
     templates = _templates(metadata)
     special = {t: i for i, (t, kind) in enumerate(zip(tokens, types, strict=True)) if kind in (CONTROL, USER_DEFINED)}

@@ -99,7 +99,7 @@ def test_windows(family: str, changes: dict[str, Any], windows: tuple[int | None
     ("llama", {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
     ("llama", {"hidden_size": ...}, ["'hidden_size'", "missing"]),
     ("llama", {"hidden_size": "64"}, ["'hidden_size'", "'64'", "int"]),
-    ("llama", {"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+    ("llama", {"num_hidden_layers": 0}, ["number of layers", "got 0"]),
     ("llama", {"num_attention_heads": 5}, ["num_attention_heads = 5", "head_dim"]),
     ("llama", {"num_attention_heads": 8, "num_key_value_heads": 3}, ["8", "3", "multiple"]),
     ("llama", {"rms_norm_eps": 2.0}, ["epsilon", "2.0"]),

@@ -15,9 +15,9 @@ from relaxpack.weight_format import QuantizedTensor
 from tests.helpers.tiny_checkpoints import make_config, make_tensors, write_checkpoint
 
 pytest.importorskip("gguf", reason="writes the test files: pip install relaxpack[gguf]")
-from gguf.quants import dequantize, quantize  # noqa: E402
+from gguf.quants import dequantize, quantize
 
-from tests.helpers.tiny_gguf import Type, interleaved_rows, write_gguf  # noqa: E402
+from tests.helpers.tiny_gguf import Type, interleaved_rows, write_gguf
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
