@@ -68,7 +68,7 @@ class _Rewriter(FunctionRewriter):
         weight, k = FORMATS[str(fmt.value)], int(x.ty.shape[-1])
         n = out_features * (2 if swiglu else 1)
         spec = LinearSpec(n, k, weight, self._phase(x), str(x.ty.dtype), str(call.ty.dtype),
-                          bias=bias is not None, swiglu=swiglu)
+                          bias=bias is not None, swiglu=swiglu, max_rows=_constant(x.ty.shape[0]))
         buffers = {"x": x, **self._weight_buffers(weight, n, k, swiglu, rest)}
         if bias is not None:
             buffers["bias"] = bias
@@ -153,6 +153,10 @@ class _Rewriter(FunctionRewriter):
         if name not in self.global_vars:
             self.global_vars[name] = self.builder_.add_func(func.without_attr("global_symbol"), name)
         return self.global_vars[name]
+
+
+def _constant(dim: Any) -> int | None:
+    return int(dim) if isinstance(dim, tvm.tirx.IntImm) else None
 
 
 def LowerKernels(provider: KernelProvider, attention: AttentionSpec) -> Any:

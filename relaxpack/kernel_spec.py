@@ -7,6 +7,8 @@ activations are row-major; rows are the symbolic int64 variable `t` (tokens of a
 
 Buffer names and types by operation (I = activation dtype of the spec, inputs first, then outputs):
 
+    (A weight packed into several buffers is named `weight.<suffix>`, one name per buffer of its WeightLayout.)
+
     linear       x I[t, K], weight (packed, see WeightLayout), [bias f32[N]], [residual I[t, N]]
                  → y O[t, N]; with swiglu: N counts gate and up rows together and y is O[t, N/2]
     embedding    token_ids i32[t], weight (packed) → y I[t, H]
@@ -60,6 +62,7 @@ class LinearSpec:
     bias: bool = False
     residual: bool = False
     swiglu: bool = False
+    max_rows: int | None = None  # decode functions of a bucket: rows are at most (in fact exactly) these
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from relaxpack.passes.schedule_rest import SOURCE
 from relaxpack.recipe import FromCheckpoint, Recipe
 from relaxpack.relax_models.config import ModelConfig
 from relaxpack.relax_models.export import BuildLimits, export_model
+from relaxpack.schedules.cuda_compile import compile_module
+from relaxpack.schedules.rest import dlight_fallback
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import WeightFormat
 
@@ -84,16 +86,11 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         (dump / "0_export.py").write_text(mod.script(show_meta=False))
-    tvm_target = target.to_tvm()
-    final = run_phases(mod, tvm_target, phases(provider, attention, formats, pipeline), observe)
+    rule = dlight_fallback(target) if target.kind == "cuda" else None
+    final = run_phases(mod, target.to_tvm(), phases(provider, attention, formats, pipeline, rule), observe)
     progress("code")
     start = time.perf_counter()
-    try:
-        with tvm_target:
-            executable = tvm.compile(final, tvm_target, relax_pipeline=None)
-    except (RuntimeError, ValueError, TypeError) as error:
-        why = str(error).strip().splitlines()[-1]
-        raise CompileError(f"code generation for {target.name} failed: {why}") from error
+    executable = _generate_code(final, target)
     report.append({"phase": "code", "seconds": round(time.perf_counter() - start, 3)})
     bounds: dict[str, int] = {}
     for _, func in exported_functions(mod):
@@ -103,6 +100,17 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
                    "memory_plan": json.loads(str(final.attrs[PLAN]))}
     functions = tuple(gv.name_hint for gv, _ in exported_functions(mod))
     return Lowered(executable, parameters, functions, bounds, explanation)
+
+
+def _generate_code(mod: tvm.IRModule, target: TargetSpec) -> Any:
+    try:
+        if target.kind == "cuda":
+            return compile_module(mod, target, relax_pipeline=None)
+        with target.to_tvm() as tvm_target:
+            return tvm.compile(mod, tvm_target, relax_pipeline=None)
+    except (RuntimeError, ValueError, TypeError) as error:
+        why = str(error).strip().splitlines()[-1]
+        raise CompileError(f"code generation for {target.name} failed: {why}") from error
 
 
 def _parameters(mod: tvm.IRModule) -> list[Parameter]:

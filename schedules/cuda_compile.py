@@ -30,10 +30,11 @@ _state: dict[str, str] = {}
 
 
 def prepare_cuda_compiler() -> str:
-    """Make `tvm.compile` for CUDA produce machine code in this process; returns "driver" or "stub". Must run before
-    the first `import tvm` of the process where there is no driver. Cheap when repeated."""
+    """Make `tvm.compile` for CUDA produce machine code in this process; returns "driver" or "stub". Cheap when
+    repeated."""
     if "driver" not in _state:
         _state["driver"] = "driver" if _load("libcuda.so.1") else _install_stub()
+        _load_tvm_runtime()
         os.environ.setdefault("TVM_CUDA_COMPILE_MODE", "nvcc" if shutil.which("nvcc") else "nvrtc")
         _register_mixed_pipeline()
     return _state["driver"]
@@ -56,8 +57,8 @@ def compile_module(mod: Any, target: TargetSpec, relax_pipeline: Any = "default"
         executable = tvm.compile(mod, tvm_target, tir_pipeline=MIXED, **options)
     for module in device_modules(executable):
         if module.kind != "cuda":
-            raise CompileError(f"device code for {target.name} came out as {module.kind!r} instead of machine code; "
-                               "prepare_cuda_compiler() has to run before the first import of tvm")
+            raise CompileError(f"device code for {target.name} came out as {module.kind!r} instead of machine code: "
+                               "neither nvcc nor NVRTC was usable")
     return executable
 
 
@@ -140,9 +141,6 @@ def _tvm_folder() -> Path:
 
 def _install_stub() -> str:
     """Build and load a libcuda.so.1 whose every symbol answers "no device", then the CUDA runtime library."""
-    if "tvm" in sys.modules:
-        raise EnvironmentProblem("there is no NVIDIA driver here and tvm is already imported: call "
-                                 "schedules.cuda_compile.prepare_cuda_compiler() first thing in the process")
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise EnvironmentProblem("building for CUDA without a driver needs a C compiler (gcc) on the PATH")
@@ -162,7 +160,26 @@ def _install_stub() -> str:
     if not any(_load(path) for path in ["libcudart.so.13", *_runtime_candidates()]):
         raise EnvironmentProblem("libcudart.so.13 was not found: install the CUDA 13 toolkit or pip install "
                                  "nvidia-cuda-runtime")
+    if "tvm" in sys.modules:  # it looked for the driver when it was imported; look again
+        import tvm
+        import tvm_ffi
+
+        tvm_ffi.libinfo.load_lib_ctypes("tvm", "tvm_runtime_cuda", "RTLD_LOCAL",
+                                        extra_lib_paths=tvm.libinfo.package_lib_paths())
     return "stub"
+
+
+def _load_tvm_runtime() -> None:
+    """TVM skips its CUDA runtime library when it is imported before the driver can be found; load it then."""
+    import relaxpack.tvm_setup  # noqa: F401
+    import tvm
+    import tvm_ffi
+
+    if tvm.get_global_func("ffi.Module.create.cuda", allow_missing=True) is None:
+        tvm_ffi.libinfo.load_lib_ctypes("tvm", "tvm_runtime_cuda", "RTLD_LOCAL",
+                                        extra_lib_paths=tvm.libinfo.package_lib_paths())
+    if tvm.get_global_func("ffi.Module.create.cuda", allow_missing=True) is None:
+        raise EnvironmentProblem("TVM's CUDA runtime library did not register; is the apache-tvm wheel complete?")
 
 
 def _runtime_candidates() -> list[str]:

@@ -1,0 +1,115 @@
+"""The few CUDA runtime calls that TVM does not offer: pinned host memory, asynchronous copies, filling, free memory.
+
+Works on libcudart through ctypes, on the stream that TVM launches on. Nothing here knows models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import sys
+from typing import Any
+
+import numpy as np
+
+from relaxpack.errors import EnvironmentProblem
+
+_TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
+_library: ctypes.CDLL | None = None
+
+
+def _cudart() -> ctypes.CDLL:
+    global _library
+    if _library is None:
+        names = ["libcudart.so.13"]
+        for folder in sys.path:
+            names += glob.glob(f"{folder}/nvidia/*/lib/libcudart.so.13")
+        for name in names:
+            try:
+                _library = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+                break
+            except OSError:
+                continue
+        else:
+            raise EnvironmentProblem("libcudart.so.13 was not found: pip install nvidia-cuda-runtime")
+        _library.cudaGetErrorString.restype = ctypes.c_char_p
+    return _library
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        text = _cudart().cudaGetErrorString(code).decode()
+        raise EnvironmentProblem(f"CUDA: {what} failed: {text}")
+
+
+def synchronize() -> None:
+    _check(_cudart().cudaDeviceSynchronize(), "waiting for the device")
+
+
+def free_and_total() -> tuple[int, int]:
+    """Bytes free and in all on the current device, as the driver reports them."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    _check(_cudart().cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)), "asking for free memory")
+    return free.value, total.value
+
+
+class PinnedArray:
+    """Page-locked host memory as a NumPy array; copies from and to it overlap with kernels."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        pointer = ctypes.c_void_p()
+        _check(_cudart().cudaMallocHost(ctypes.byref(pointer), ctypes.c_size_t(self.bytes)), "page-locking memory")
+        self.pointer = int(pointer.value or 0)
+        raw = (ctypes.c_uint8 * self.bytes).from_address(self.pointer)
+        self.array: np.ndarray = np.frombuffer(raw, np.uint8).view(dtype).reshape(shape)
+
+    def close(self) -> None:
+        if self.pointer:
+            _cudart().cudaFreeHost(ctypes.c_void_p(self.pointer))
+            self.pointer = 0
+
+
+def _copy(destination: int, source: int, size: int, kind: int, what: str) -> None:
+    _check(_cudart().cudaMemcpyAsync(ctypes.c_void_p(destination), ctypes.c_void_p(source), ctypes.c_size_t(size),
+                                     kind, ctypes.c_void_p(0)), what)
+
+
+def upload(tensor: Any, pinned: PinnedArray, size: int) -> None:
+    """Start copying the first `size` bytes of pinned memory to a device tensor."""
+    _copy(tensor.data_ptr(), pinned.pointer, size, _TO_DEVICE, "copying to the device")
+
+
+def download(pinned: PinnedArray, tensor: Any, size: int) -> None:
+    """Start copying the first `size` bytes of a device tensor to pinned memory."""
+    _copy(pinned.pointer, tensor.data_ptr(), size, _TO_HOST, "copying from the device")
+
+
+def copy_within(tensor: Any, source: int, destination: int, size: int, stride: int, count: int) -> None:
+    """Copy `count` rows of `size` bytes from byte offset `source` to `destination` of one tensor, `stride` apart."""
+    base = tensor.data_ptr()
+    _check(_cudart().cudaMemcpy2DAsync(
+        ctypes.c_void_p(base + destination), ctypes.c_size_t(stride), ctypes.c_void_p(base + source),
+        ctypes.c_size_t(stride), ctypes.c_size_t(size), ctypes.c_size_t(count), _ON_DEVICE, ctypes.c_void_p(0)),
+        "copying pages")
+
+
+def fill_zero(tensor: Any, size: int) -> None:
+    _check(_cudart().cudaMemsetAsync(ctypes.c_void_p(tensor.data_ptr()), 0, ctypes.c_size_t(size), ctypes.c_void_p(0)),
+           "clearing memory")
+
+
+class Event:
+    """Marks a point of the stream; `wait` blocks the host until the device has passed it."""
+
+    def __init__(self) -> None:
+        handle = ctypes.c_void_p()
+        # 2: no timing, which makes waiting cheaper
+        _check(_cudart().cudaEventCreateWithFlags(ctypes.byref(handle), 2), "creating an event")
+        self._handle = handle
+
+    def record(self) -> None:
+        _check(_cudart().cudaEventRecord(self._handle, ctypes.c_void_p(0)), "recording an event")
+
+    def wait(self) -> None:
+        _check(_cudart().cudaEventSynchronize(self._handle), "waiting for an event")
