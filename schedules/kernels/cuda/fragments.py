@@ -1,0 +1,81 @@
+"""Names and small device helpers that the attention kernels share: 16-bit pairs in 32-bit registers, tensor-core and
+copy mnemonics, and the layout rules of `mma.m16n8k16` fragments.
+
+No kernels and no TVMScript functions live here; everything is called while a kernel's script is parsed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import relaxpack.tvm_setup  # noqa: F401
+from tvm.script import tirx as T
+
+from relaxpack.errors import CompileError
+
+SHORT = {"bfloat16": "bf16", "float16": "f16"}
+LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+LDMATRIX_T = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+COPY16 = "cp.async.cg.shared.global"
+COMMIT = "cp.async.commit_group"
+WAIT = "cp.async.wait_group"
+EXP2 = "ex2.approx.ftz.f32"
+LOG2_E = 1.4426950408889634
+FULL_MASK = 0xFFFFFFFF
+NEG_BIG = -1e30            # stands for -inf where inf - inf would give NaN
+
+_UNPACK_F16 = """
+#include <cuda_fp16.h>
+__device__ __forceinline__ float f16_bits_to_float(unsigned int bits) {
+  __half_raw raw; raw.x = (unsigned short)bits; return __half2float(raw); }
+"""
+
+
+def check_dtypes(*dtypes: str) -> None:
+    for dtype in dtypes:
+        if dtype not in SHORT:
+            raise CompileError(f"CUDA attention kernels store bfloat16 or float16, not {dtype}: build with "
+                               "--dtype bfloat16")
+
+
+def finish(func: Any) -> Any:
+    """Mark a PrimFunc as scheduled and opaque, so that neither fusion nor a schedule rule touches it."""
+    return func.with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
+
+
+def mma(dtype: str) -> str:
+    """D[16, 8] += A[16, 16] B[16, 8] in f32. Thread 4g+t holds D rows g, g+8 at columns 2t, 2t+1; A pairs of columns
+    at rows g, g+8 (registers 0, 1) and the same eight columns on (2, 3); B pairs of rows 2t (0) and 2t+8 (1), column g.
+    """
+    return f"mma.sync.aligned.m16n8k16.row.col.f32.{SHORT[dtype]}.{SHORT[dtype]}.f32"
+
+
+def pack(dtype: str) -> str:
+    """cvt d, high, low: two f32 → one register."""
+    return f"cvt.rn.{SHORT[dtype]}x2.f32"
+
+
+def low(dtype: str, word: Any) -> Any:
+    """First element of a pair in a 32-bit register, as f32."""
+    if dtype == "bfloat16":
+        return T.cuda.uint_as_float(word << T.uint32(16))
+    return T.cuda.func_call("f16_bits_to_float", word & T.uint32(0xFFFF), source_code=_UNPACK_F16, return_type="float32")
+
+
+def high(dtype: str, word: Any) -> Any:
+    """Second element of a pair in a 32-bit register, as f32."""
+    if dtype == "bfloat16":
+        return T.cuda.uint_as_float(word & T.uint32(0xFFFF0000))
+    return T.cuda.func_call("f16_bits_to_float", word >> T.uint32(16), source_code=_UNPACK_F16, return_type="float32")
+
+
+def shuffle_xor(value: Any, mask: int) -> Any:
+    return getattr(T.cuda, "__shfl_xor_sync")(T.uint32(FULL_MASK), value, mask, 32)
+
+
+def shuffle(value: Any, lane: Any) -> Any:
+    return getattr(T.cuda, "__shfl_sync")(T.uint32(FULL_MASK), value, lane, 32)
+
+
+def shuffle_up(value: Any, delta: int) -> Any:
+    return getattr(T.cuda, "__shfl_up_sync")(T.uint32(FULL_MASK), value, delta, 32)

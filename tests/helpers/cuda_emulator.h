@@ -1,0 +1,161 @@
+// CPU stand-ins for the parts of CUDA C++ that TVM's generated kernels use. Every CUDA thread is a fiber; warp and
+// block collectives are barriers between fibers, cp.async completes only at its wait, shared memory starts as NaN.
+#pragma once
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <type_traits>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __shared__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __grid_constant__
+typedef unsigned char uchar;
+#define CUDART_INF_F __builtin_inff()
+#define CUDART_NAN_F __builtin_nanf("")
+
+struct half {
+  uint16_t bits;
+  half() = default;
+  half(float f) : bits(_cvtss_sh(f, 0)) {}
+  operator float() const { return _cvtsh_ss(bits); }
+};
+struct nv_bfloat16 {
+  uint16_t bits;
+  nv_bfloat16() = default;
+  nv_bfloat16(float f) {
+    uint32_t u; memcpy(&u, &f, 4);
+    bits = (f != f) ? 0x7fff : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  }
+  operator float() const { uint32_t u = (uint32_t)bits << 16; float f; memcpy(&f, &u, 4); return f; }
+};
+
+struct Dim3 { int x, y, z; };
+inline nv_bfloat16 __float2bfloat16_rn(float f) { return nv_bfloat16(f); }
+inline half __float2half_rn(float f) { return half(f); }
+namespace emu {
+constexpr int kWarp = 32, kSmem = 232448;
+extern unsigned char* smem;
+struct Copy { void* dst; const void* src; unsigned bytes, zeros; };
+enum State { kRun, kWarpWait, kBlockWait, kDone };
+struct Fiber {
+  void* sp; unsigned char* stack; State state; Dim3 tid; int index;
+  std::vector<std::vector<Copy>> groups; std::vector<Copy> open;
+  const void* slot;
+};
+extern Fiber* cur;
+extern std::vector<Fiber> fibers;
+extern Dim3 block_idx;
+extern long warp_collectives;
+void wait(State s);
+inline Fiber& lane(int i) { return fibers[cur->index / kWarp * kWarp + i]; }
+inline int lane_id() { return cur->index % kWarp; }
+template <class V> V exchange(V v, int from) {
+  V mine = v; cur->slot = &mine; wait(kWarpWait);
+  V got = (from >= 0 && from < kWarp) ? *(const V*)lane(from).slot : v;
+  wait(kWarpWait);
+  return got;
+}
+inline float bf(uint32_t u) { u <<= 16; float f; memcpy(&f, &u, 4); return f; }
+template <bool BF> float elem(uint32_t word, int hi) {
+  uint16_t h = hi ? word >> 16 : word & 0xffff;
+  return BF ? bf(h) : _cvtsh_ss(h);
+}
+struct MmaRegs { uint32_t a[4], b[2]; };
+template <bool BF> void mma(float* d, MmaRegs r, const float* c) {
+  cur->slot = &r; wait(kWarpWait);
+  int g = lane_id() / 4, t = lane_id() % 4;
+  double acc[4] = {c[0], c[1], c[2], c[3]};
+  for (int k = 0; k < 16; ++k) {
+    int q = (k % 8) / 2, hi = k % 2, up = k / 8;
+    for (int i = 0; i < 2; ++i) {
+      const MmaRegs* ra = (const MmaRegs*)lane(g * 4 + q).slot;
+      float a = elem<BF>(ra->a[up * 2 + i], hi);
+      for (int j = 0; j < 2; ++j) {
+        const MmaRegs* rb = (const MmaRegs*)lane((t * 2 + j) * 4 + q).slot;
+        acc[i * 2 + j] += (double)a * elem<BF>(rb->b[up], hi);
+      }
+    }
+  }
+  wait(kWarpWait);
+  for (int i = 0; i < 4; ++i) d[i] = (float)acc[i];
+}
+template <bool TRANS> void ldmatrix4(uint32_t* r, uint32_t addr) {
+  cur->slot = smem + addr; wait(kWarpWait);
+  int l = lane_id();
+  for (int m = 0; m < 4; ++m) {
+    uint16_t v[2];
+    for (int j = 0; j < 2; ++j) {
+      int row = TRANS ? (l % 4) * 2 + j : l / 4, col = TRANS ? l / 4 : (l % 4) * 2 + j;
+      const unsigned char* p = (const unsigned char*)lane(m * 8 + row).slot;
+      if ((uintptr_t)(p - smem) % 16) { fprintf(stderr, "ldmatrix address not 16-byte aligned\n"); abort(); }
+      memcpy(&v[j], p + col * 2, 2);
+    }
+    r[m] = v[0] | (uint32_t)v[1] << 16;
+  }
+  wait(kWarpWait);
+}
+inline uint32_t movmatrix(uint32_t v) {
+  uint32_t mine = v, r = 0;
+  cur->slot = &mine; wait(kWarpWait);
+  int g = lane_id() / 4, t = lane_id() % 4;
+  for (int j = 0; j < 2; ++j) {                          // element (row g, column 2t + j) of the transpose
+    uint32_t word = *(const uint32_t*)lane((t * 2 + j) * 4 + g / 2).slot;
+    r |= (g % 2 ? word >> 16 : word & 0xffff) << (16 * j);
+  }
+  wait(kWarpWait);
+  return r;
+}
+inline void cp_async(uint32_t dst, const void* src, unsigned bytes, unsigned valid) {
+  if (dst % bytes || (uintptr_t)src % bytes) { fprintf(stderr, "cp.async not aligned\n"); abort(); }
+  cur->open.push_back({smem + dst, src, valid, bytes - valid});
+}
+inline void commit_group() { cur->groups.push_back(cur->open); cur->open.clear(); }
+inline void wait_group(size_t left) {
+  while (cur->groups.size() > left) {
+    for (auto& c : cur->groups.front()) {
+      if (c.bytes) memcpy(c.dst, c.src, c.bytes);
+      memset((char*)c.dst + c.bytes, 0, c.zeros);
+    }
+    cur->groups.erase(cur->groups.begin());
+  }
+}
+}  // namespace emu
+
+#define threadIdx (emu::cur->tid)
+#define blockIdx (emu::block_idx)
+inline void __syncthreads() { emu::wait(emu::kBlockWait); }
+inline void __syncwarp(unsigned = ~0u) { emu::wait(emu::kWarpWait); }
+inline void __threadfence() {}
+template <class V> V __shfl_xor_sync(unsigned, V v, int m, int = 32) { return emu::exchange(v, emu::lane_id() ^ m); }
+template <class V> V __shfl_sync(unsigned, V v, int l, int = 32) { return emu::exchange(v, l & 31); }
+template <class V> V __shfl_up_sync(unsigned, V v, int d, int = 32) { return emu::exchange(v, emu::lane_id() - d); }
+template <class V> V __shfl_down_sync(unsigned, V v, int d, int = 32) { return emu::exchange(v, emu::lane_id() + d); }
+inline unsigned __ballot_sync(unsigned, int p) {
+  int mine = p; emu::cur->slot = &mine; emu::wait(emu::kWarpWait);
+  unsigned r = 0;
+  for (int i = 0; i < 32; ++i) r |= (*(const int*)emu::lane(i).slot ? 1u : 0u) << i;
+  emu::wait(emu::kWarpWait);
+  return r;
+}
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __ffs(unsigned v) { return __builtin_ffs(v); }
+inline float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
+inline unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
+inline float __half2float(half h) { return h; }
+inline unsigned __umulhi(unsigned a, unsigned b) { return ((uint64_t)a * b) >> 32; }
+template <class A, class B> auto max(A a, B b) -> typename std::common_type<A, B>::type { return a != a ? b : (b != b ? a : (a > b ? a : b)); }
+template <class A, class B> auto min(A a, B b) -> typename std::common_type<A, B>::type { return a != a ? b : (b != b ? a : (a < b ? a : b)); }
+template <class V, class U> V atomicAdd(V* p, U v) { V old = *p; *p = old + v; return old; }
+template <class V, class U> V atomicMax(V* p, U v) { V old = *p; *p = old > (V)v ? old : (V)v; return old; }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }

@@ -1,0 +1,128 @@
+"""Runs the CUDA source that TVM generates for a kernel on the CPU, one fiber per CUDA thread, so that indexing,
+synchronisation and tensor-core fragment layouts are checked on machines without a GPU.
+
+Slow and single-threaded: small shapes only. It says nothing about speed, memory ordering between blocks or
+machine code; the tests marked `gpu` do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+CACHE = Path(tempfile.gettempdir()) / f"cuda_emulator_{os.getuid()}"
+
+# mnemonic pattern → C++ statement; %o and %i are the output and input expressions in order
+RULES: list[tuple[str, Any]] = [
+    (r"ld\.global(\.nc)?(\.L\S+?)?\.v4\.b32", lambda o, i, m: f"memcpy4({', '.join(o)}, {i[0]});"),
+    (r"ld\.global(\.nc)?(\.L\S+?)?\.v2\.b32", lambda o, i, m: "".join(
+        f"memcpy(&{v}, (const char*){i[0]} + {4 * k}, 4);" for k, v in enumerate(o))),
+    (r"ld\.global(\.nc)?(\.L\S+?)?\.b32", lambda o, i, m: f"memcpy(&{o[0]}, {i[0]}, 4);"),
+    (r"st\.(global|shared)\.v[24]\.b32", lambda o, i, m: "".join(
+        f"memcpy(({_base(m)}{i[0]}) + {4 * k}, &{v}, 4);" for k, v in enumerate(i[1:]))),
+    (r"st\.global\.b32", lambda o, i, m: f"memcpy((char*){i[0]}, &{i[1]}, 4);"),
+    (r"ex2\.approx\.ftz\.f32", lambda o, i, m: f"{o[0]} = exp2f({i[0]});"),
+    (r"lg2\.approx\.ftz\.f32", lambda o, i, m: f"{o[0]} = log2f({i[0]});"),
+    (r"rcp\.approx\.ftz\.f32", lambda o, i, m: f"{o[0]} = 1.0f / {i[0]};"),
+    (r"cvt\.rn\.bf16x2\.f32", lambda o, i, m:
+        f"{o[0]} = (uint32_t)nv_bfloat16({i[0]}).bits << 16 | nv_bfloat16({i[1]}).bits;"),
+    (r"cvt\.rn\.f16x2\.f32", lambda o, i, m: f"{o[0]} = (uint32_t)half({i[0]}).bits << 16 | half({i[1]}).bits;"),
+    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\S+", lambda o, i, m:
+        f"{{ float d[4], c[4] = {{{', '.join(i[6:])}}}; emu::MmaRegs r = {{{{{', '.join(i[:4])}}}, "
+        f"{{{', '.join(i[4:6])}}}}}; emu::mma<{'true' if '.bf16.' in m else 'false'}>(d, r, c); "
+        + " ".join(f"{v} = d[{k}];" for k, v in enumerate(o)) + " }"),
+    (r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16", lambda o, i, m:
+        f"{{ uint32_t r[4]; emu::ldmatrix4<{'true' if '.trans' in m else 'false'}>(r, {i[0]}); "
+        + " ".join(f"{v} = r[{k}];" for k, v in enumerate(o)) + " }"),
+    (r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", lambda o, i, m: f"{o[0]} = emu::movmatrix({i[0]});"),
+    (r"cp\.async\.commit_group", lambda o, i, m: "emu::commit_group();"),
+    (r"cp\.async\.wait_group", lambda o, i, m: f"emu::wait_group({m.split()[-1]});"),
+    (r"cp\.async\.c[ga]\.shared\.global\S*", lambda o, i, m:
+        f"emu::cp_async({i[0]}, {i[1]}, {_copy_bytes(m)}, {i[2] if len(i) > 2 else _copy_bytes(m)});"),
+]
+ASM = re.compile(r'asm volatile\("([^"]*)"\s*:(.*?):(.*?)(?::\s*"memory"\s*)?\);', re.S)
+OPERAND = re.compile(r'"[^"]*"\(((?:[^()]|\([^()]*\))*)\)')
+
+
+def _copy_bytes(text: str) -> str:
+    return re.findall(r"\], (\d+)", text)[0]
+
+
+def _base(mnemonic: str) -> str:
+    return "(char*)emu::smem + " if mnemonic.startswith("st.shared") else "(char*)"
+
+
+def _translate(match: re.Match[str]) -> str:
+    text = match[1].strip().rstrip(";")
+    out, inp = OPERAND.findall(match[2]), OPERAND.findall(match[3])
+    for pattern, emit in RULES:
+        if re.match(pattern + r"(\s|$)", text):
+            return emit(out, inp, text)
+    raise NotImplementedError(f"the emulator has no rule for: {text}")
+
+
+class EmulatedModule:
+    """Kernels of one generated CUDA source, callable with NumPy arrays."""
+
+    def __init__(self, source: str) -> None:
+        body = source[source.index("#define ushort unsigned short"):]
+        body = body[body.index("#endif") + len("#endif"):]
+        body = ASM.sub(_translate, body)
+        self.parameters: dict[str, list[tuple[str, str]]] = {}
+        wrappers = []
+        for m in re.finditer(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^)]*)\);', body):
+            params = [p.strip().rsplit(" ", 1) for p in m[2].split(",")]
+            self.parameters[m[1]] = [(t.strip(), n) for t, n in params]
+            args = ", ".join(f"*({t.replace('__restrict__', '')}*)a[{k}]" for k, (t, _) in enumerate(self.parameters[m[1]]))
+            wrappers.append(f'extern "C" void emu_{m[1]}(void** a) {{ {m[1]}({args}); }}')
+        pools = set(re.findall(r"extern __shared__ __align__\(\d+\) uchar (\w+)\[\];", body))
+        body = re.sub(r"extern __shared__ __align__\(\d+\) uchar (\w+)\[\];", r"uchar* \1 = emu::smem;", body)
+        body = body.replace("__cvta_generic_to_shared(p)", "(unsigned)((unsigned char*)p - emu::smem)")
+        body = re.sub(r"\b__shared__ ", "static ", body)
+        prelude = ('#include "cuda_emulator.h"\n'
+                   "static inline void memcpy4(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, const void* p) {\n"
+                   "  if ((uintptr_t)p % 16) { fprintf(stderr, \"16-byte load not aligned\\n\"); abort(); }\n"
+                   "  const uint32_t* q = (const uint32_t*)p; a = q[0]; b = q[1]; c = q[2]; d = q[3]; }\n")
+        text = prelude + body + "\n" + "\n".join(wrappers) + "\n"
+        key = hashlib.sha256((text + (HERE / "cuda_emulator.h").read_text()
+                              + (HERE / "cuda_emulator.cc").read_text()).encode()).hexdigest()[:24]
+        CACHE.mkdir(exist_ok=True)
+        library = CACHE / f"{key}.so"
+        if not library.exists():
+            cc = CACHE / f"{key}.cc"
+            cc.write_text(text)
+            subprocess.run(["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-mf16c", "-mavx2", "-fPIC", "-shared",
+                            "-w", f"-I{HERE}", cc, HERE / "cuda_emulator.cc", "-o", library], check=True)
+        self._library = ctypes.CDLL(str(library))
+
+    def run(self, kernel: str, grid: tuple[int, ...], threads: int, **arguments: Any) -> None:
+        """Arguments by the kernel's parameter names; a buffer `x` of the PrimFunc is parameter `x_ptr`, given as `x`.
+        Arrays are changed in place. 16-bit floats travel as uint16."""
+        holders, pointers = [], []
+        for ctype, name in self.parameters[kernel]:
+            short = name.removesuffix("_ptr")
+            value = arguments[name if name in arguments else short]
+            if "*" in ctype:
+                assert isinstance(value, np.ndarray) and value.flags.c_contiguous, name
+                holders.append(ctypes.c_void_p(value.ctypes.data))
+            elif "int64" in ctype:
+                holders.append(ctypes.c_int64(value))
+            elif "float" in ctype:
+                holders.append(ctypes.c_float(value))
+            else:
+                holders.append(ctypes.c_int32(value))
+            pointers.append(ctypes.cast(ctypes.pointer(holders[-1]), ctypes.c_void_p))
+        array = (ctypes.c_void_p * len(pointers))(*pointers)
+        full = (*grid, 1, 1)[:3]
+        entry = getattr(self._library, f"emu_{kernel}")
+        status = self._library.emu_run(ctypes.cast(entry, ctypes.c_void_p), array, *full, threads)
+        assert status == 0, f"{kernel}: the emulated kernel deadlocked"
