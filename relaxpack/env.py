@@ -22,3 +22,8 @@ def cache_dir() -> Path:
     """RELAXPACK_CACHE: where built bundles and stores live; default: $XDG_CACHE_HOME/relaxpack."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("RELAXPACK_CACHE") or Path(base) / "relaxpack")
+
+
+def api_key() -> str | None:
+    """RELAXPACK_API_KEY: sent as bearer token by clients of a server."""
+    return os.environ.get("RELAXPACK_API_KEY") or None

@@ -110,6 +110,32 @@ class ChatTemplate:
                            **variables)
         return self._tokenizer.encode_template(text, marker.literals)
 
+    def encode_next(self, messages: Sequence[Message], known_ids: Sequence[int], known: int,
+                    **options: Any) -> list[int]:
+        """Like `encode`, for a conversation that goes on: `known_ids` are the ids of the first `known` messages as
+        they were prefilled and generated, and they are kept as they are wherever the template only appends."""
+        added = self._encode_added(messages, known_ids, known, **options) if known and known_ids else None
+        return self.encode(messages, **options) if added is None else [*known_ids, *added]
+
+    def _encode_added(self, messages: Sequence[Message], known_ids: Sequence[int], known: int,
+                      name: str | None = None, **options: Any) -> list[int] | None:
+        """What comes behind `known_ids`; None if the template renders the known messages differently now."""
+        marker = _Marker(self._tokenizer, self._source_of(name, bool(options.get("tools"))))
+        marked = [marker.mark_message(normalize_message(message)) for message in messages]
+        whole = self.render(marked, name=name, **options)
+        try:
+            before = self.render(marked[:known], name=name, **{**options, "add_generation_prompt": False})
+        except RequestError:
+            return None
+        ends = [match for match in self._tokenizer.find_special(before)
+                if self._tokenizer.token_id(match.group()) in self._tokenizer.text.end_token_ids]
+        if not whole.startswith(before) or not ends or before[ends[-1].end():].strip():
+            return None
+        # Encoded from the end token on, as in the whole text: what stands behind a special token does not depend on
+        # what stands before it. An answer that was cut off has no end token yet.
+        added = self._tokenizer.encode_template(whole[ends[-1].start():], marker.literals)
+        return added[1:] if known_ids[-1] in self._tokenizer.text.end_token_ids else added
+
     def _pick(self, name: str | None, with_tools: bool) -> str:
         if not self._sources:
             raise RequestError(NO_TEMPLATE, param="messages")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from relaxpack.runtime.detokenizer import Detokenizer
 from relaxpack.runtime.engine import Engine, TokenEvent
@@ -28,6 +28,7 @@ class Timings:
     output_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    answers: int = 0
 
     @property
     def prefill_rate(self) -> float:
@@ -37,7 +38,10 @@ class Timings:
     @property
     def decode_rate(self) -> float:
         """Output tokens after the first, per second."""
-        return _rate(self.output_tokens - 1, self.decode_seconds)
+        return _rate(self.output_tokens - self.answers, self.decode_seconds)
+
+    def plus(self, other: Timings) -> Timings:
+        return Timings(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 def _rate(count: int, seconds: float) -> float:
@@ -154,4 +158,4 @@ def _timings(request: Request, output_tokens: int) -> Timings:
     now = request.finish_time if request.finish_time is not None else time.monotonic()
     first = request.first_token_time if request.first_token_time is not None else now
     return Timings(len(request.prompt_ids), request.cached_tokens or 0, output_tokens,
-                   first - request.arrival_time, now - first)
+                   first - request.arrival_time, now - first, answers=1)

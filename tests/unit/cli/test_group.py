@@ -40,7 +40,7 @@ def test_help_imports_neither_tvm_nor_numpy():
                   "heavy = {'tvm', 'numpy', 'tokenizers', 'jinja2', 'rich'} & set(sys.modules); "
                   "sys.exit(code or (str(heavy) if heavy else 0))")
     assert done.returncode == 0, done.stderr
-    assert "generate" in done.stdout
+    assert "generate" in done.stdout and "chat" in done.stdout
 
 
 @pytest.mark.parametrize("name", cli.group.list_commands(None))
