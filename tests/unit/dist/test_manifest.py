@@ -58,7 +58,8 @@ def test_no_format_version_is_not_a_bundle(data: bytes) -> None:
     changed(members=[]), changed(members={"a": 1}), changed(members={"a": {"bytes": -1, "sha256": "ab" * 32}}),
     changed(members={"a": {"bytes": 1, "sha256": "AB" * 32}}),
     changed(members={"a": {"bytes": True, "sha256": "ab" * 32}}),
-    changed(targets=[]), changed(targets=[{}]), changed(targets=[3]), changed(model_info={}), changed(weights=None), changed(key=5),
+    changed(targets=[]), changed(targets=[{}]), changed(targets=[3]), changed(model_info={}), changed(weights=None),
+    changed(key=5),
 ], ids=range(18))
 def test_damage(data: bytes) -> None:
     with pytest.raises(DamagedMemberError, match="manifest.json is damaged"):
