@@ -160,8 +160,9 @@ class Engine:
 
     def finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> TokenEvent:
         """End one sequence from outside, between two steps: a stop string was met, the client left."""
-        self._end(sequence, reason, error)
-        self._update_gauges()
+        if sequence.status is not SequenceStatus.FINISHED:
+            self._end(sequence, reason, error)
+            self._update_gauges()
         return TokenEvent(sequence.request, sequence, None, finish_reason=reason)
 
     def step(self) -> list[TokenEvent]:
@@ -175,14 +176,17 @@ class Engine:
             result = self.executor.submit(step.plan, sampling).result()
         except Exception as error:
             return self._fail(step, error)
+        except BaseException as error:      # Ctrl-C: what the step was computing must not be reused
+            self._fail(step, error)
+            raise
         events = self._update(step, result)
         self.metrics.step_seconds.add(time.monotonic() - started)
         return events
 
     def _update(self, step: ScheduledStep, result: StepResult) -> list[TokenEvent]:
         self.scheduler.update(step)
-        for request, logprobs in zip(step.scored, result.prompt_logprobs, strict=True):
-            request.prompt_logprobs.append(logprobs)
+        for scored, prompt_logprobs in zip(step.scored, result.prompt_logprobs, strict=True):
+            scored.prompt_logprobs.append(prompt_logprobs)
         now = time.monotonic()
         events = []
         logprobs_of = result.logprobs
@@ -212,7 +216,7 @@ class Engine:
             events.append(event)
         metrics = self.metrics
         metrics.steps += 1
-        metrics.output_tokens += len(events)
+        metrics.output_tokens += len(events) - len(result.errors)
         metrics.computed_tokens += sum(step.counts)
         self._update_gauges()
         return events
@@ -223,8 +227,8 @@ class Engine:
         self.metrics.prompt_tokens += len(request.prompt_ids)
         self.metrics.cached_tokens += request.cached_tokens or 0
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None, computed: bool = True) -> None:
-        self.scheduler.finish(sequence, computed)
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        self.scheduler.finish(sequence)
         sequence.finish_reason = reason
         sequence.error = error
         request, metrics = sequence.request, self.metrics
@@ -236,12 +240,15 @@ class Engine:
             request.finish_time = time.monotonic()
             self._requests.pop(request.id, None)
 
-    def _fail(self, step: ScheduledStep, error: Exception) -> list[TokenEvent]:
+    def _fail(self, step: ScheduledStep, error: BaseException) -> list[TokenEvent]:
         self.metrics.failed_steps += 1
         message = f"the model failed while computing this step: {type(error).__name__}: {error}"
+        self.scheduler.abandon(step)
         involved = dict.fromkeys([*step.sequences, *step.sampled])
+        involved |= dict.fromkeys(s for first in step.sequences for s in first.request.sequences
+                                  if first.index == 0 and len(first.token_ids) == first.num_prompt)
         for sequence in involved:
-            self._end(sequence, FinishReason.ERROR, message, computed=False)
+            self._end(sequence, FinishReason.ERROR, message)
         self._update_gauges()
         return [TokenEvent(s.request, s, None, finish_reason=FinishReason.ERROR) for s in involved]
 

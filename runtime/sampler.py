@@ -8,7 +8,7 @@ choices alone or in a crowd. Requests and pages are not known here.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.step_plan import PromptScore, StepResult
 from relaxpack.runtime.token_filters import FilterBatch, draw_filtered, top_candidates
 
+_CACHED_LOGITS = 1 << 19    # logits edited at once: 2 MiB, so that the passes over them stay in cache
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -73,7 +74,7 @@ class SamplingState:
 
     def __init__(
         self, params: SamplingParams, key: int, token_ids: list[int], num_prompt: int,
-        end_ids: Sequence[int] = (), constraint: Constraint | None = None,
+        end_ids: Iterable[int] = (), constraint: Constraint | None = None,
     ) -> None:
         self.params = params
         self.key = key
@@ -145,13 +146,14 @@ def sample(
     failed = ~np.isfinite(picked[np.arange(len(states)), peak_ids])
     token_ids = peak_ids
     careful = [i for i, s in enumerate(states) if not s.plain_greedy and not failed[i]]
-    if careful:
-        chosen, empty = _choose(picked[careful], [states[i] for i in careful], [(masks or {}).get(i) for i in careful])
-        token_ids[careful] = chosen
-        for i in np.flatnonzero(empty):
-            result.errors[careful[i]] = "no token is allowed here: the grammar, bans and biases exclude all of them"
-    for i in np.flatnonzero(failed):
-        result.errors[int(i)] = ("the model returned logits that are not finite; its activations overflowed or its "
+    at_once = max(1, _CACHED_LOGITS // logits.shape[1])
+    for part in (careful[i:i + at_once] for i in range(0, len(careful), at_once)):
+        chosen, empty = _choose(picked[part], [states[i] for i in part], [(masks or {}).get(i) for i in part])
+        token_ids[part] = chosen
+        for i in np.flatnonzero(empty).tolist():
+            result.errors[part[i]] = "no token is allowed here: the grammar, bans and biases exclude all of them"
+    for i in np.flatnonzero(failed).tolist():
+        result.errors[i] = ("the model returned logits that are not finite; its activations overflowed or its "
                                  "weights are damaged (run `relaxpack verify` on the bundle)")
     result.token_ids = token_ids.tolist()
     for i in result.errors:
@@ -161,8 +163,8 @@ def sample(
         found = score(picked, scored, [result.token_ids[i] for i in scored],
                       [states[i].params.logprobs or 0 for i in scored])
         result.logprobs = [None] * len(states)
-        for i, logprobs in zip(scored, found, strict=True):
-            result.logprobs[i] = logprobs
+        for i, own in zip(scored, found, strict=True):
+            result.logprobs[i] = own
     return result
 
 
@@ -179,8 +181,9 @@ def _choose(
         keys = np.array([states[i].key for i in drawn], np.uint64)
         counters = np.array([states[i].num_output for i in drawn], np.uint64)
         scaled = logits[drawn] if len(drawn) < len(states) else logits
-        scaled -= scaled.max(axis=1, keepdims=True)     # before the division, so that it cannot overflow
-        scaled /= np.array([p.temperature for p in settings], np.float32)[:, None]
+        with np.errstate(over="ignore"):                # to -inf: probability 0, which is right
+            scaled -= scaled.max(axis=1, keepdims=True)
+            scaled /= np.array([p.temperature for p in settings], np.float32)[:, None]
         batch = FilterBatch(
             top_k=np.array([p.top_k for p in settings], np.int64),
             top_p=np.array([p.top_p for p in settings]),

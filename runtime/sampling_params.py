@@ -102,9 +102,9 @@ class SamplingParams:
                 raise RequestError("bad_words must not hold an empty sequence", "bad_words")
             for token_id in word:
                 _integer("bad_words", token_id, low=0, what="token id ")
-        frozen = {"logit_bias": dict(bias), "stop": stop, "stop_token_ids": stop_ids, "bad_words": bad}
-        for name, value in frozen.items():
-            object.__setattr__(self, name, value)
+        frozen: dict[str, object] = {"logit_bias": dict(bias), "stop": stop, "stop_token_ids": stop_ids, "bad_words": bad}
+        for field_name, frozen_value in frozen.items():
+            object.__setattr__(self, field_name, frozen_value)
 
     @property
     def greedy(self) -> bool:

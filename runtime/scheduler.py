@@ -88,7 +88,6 @@ class Scheduler:
 
     def plan(self) -> ScheduledStep | None:
         """The next step, or None when there is nothing to do. Sequences are as they will be once `update` is called."""
-        self.tables.begin_step()
         draft = _Draft()
         if not self._is_prefill_turn():
             self._plan_decodes(draft)
@@ -101,12 +100,19 @@ class Scheduler:
         if not draft.steps:
             assert not self.has_work, f"{len(self.waiting)} waiting, {len(self.running)} running, but no step possible"
             return None
-        plan = StepPlan(tuple(draft.steps), self.tables.copies())
+        plan = StepPlan(tuple(draft.steps), self.tables.take_copies())
         return ScheduledStep(plan, draft.sequences, draft.counts, draft.sampled, draft.rows, draft.forks,
                              draft.prompt_scores, draft.scored)
 
+    def abandon(self, step: ScheduledStep) -> None:
+        """The step has failed: its sequences lose their pages, and nothing it was computing is kept."""
+        self.tables.release_sources(step.plan.copies)
+        for sequence in step.sequences:
+            self.finish(sequence, computed=False)
+
     def update(self, step: ScheduledStep) -> None:
         """The step has run: its tokens are computed. New tokens are appended to the sequences by the caller, after."""
+        self.tables.release_sources(step.plan.copies)
         size = self.page_size
         for sequence, count in zip(step.sequences, step.counts, strict=True):
             sequence.computed += count
@@ -244,8 +250,6 @@ class Scheduler:
         self.pool.check()
         self.cache.check()
         holds = [0] * self.pool.num_pages
-        for page_id in self.tables._pinned:
-            holds[page_id] += 1
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING
             assert sequence.computed <= len(sequence.token_ids)
@@ -254,8 +258,9 @@ class Scheduler:
                 holds[page_id] += 1
         assert holds == self.pool.holders, "holders do not match the pages of the running sequences"
         assert all(s.status is SequenceStatus.WAITING and not s.page_ids for s in self.waiting)
-        order = [_order(s) for s in (*self.running, *self.waiting)]
-        assert order == sorted(order), "sequences must run and wait in order of arrival"
+        for sequences in (self.running, self.waiting):
+            order = [_order(s) for s in sequences]
+            assert order == sorted(order), "sequences must run and wait in order of arrival"
         assert len(self.running) <= self.max_batch
 
 

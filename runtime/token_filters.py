@@ -35,18 +35,21 @@ def draw_filtered(scaled: np.ndarray, settings: FilterBatch, uniform: np.ndarray
     vocab = scaled.shape[1]
     result = np.empty(len(scaled), np.int64)
     k = np.where(settings.top_k > 0, np.minimum(settings.top_k, vocab), 0)
-    typical = settings.typical_p < 1.0
-    simple = (k == 0) & (settings.top_p >= 1.0) & ~typical
+    nucleus = (k == 0) & (settings.top_p < 1.0)
+    simple = (k == 0) & ~nucleus & (settings.typical_p >= 1.0)
     rows = np.flatnonzero(simple)
     if len(rows):
         result[rows] = _draw_unsorted(scaled[rows], settings.min_p[rows], uniform[rows])
+    mass = np.full(len(scaled), np.nan)         # of the whole vocabulary, where a nucleus is a share of it
+    if nucleus.any():
+        mass[nucleus] = np.exp(scaled[nucleus]).sum(axis=1, dtype=np.float64)
     # How many candidates a row needs: top_k says it; a nucleus is guessed and checked; typical_p alone needs all.
-    size = np.where(k > 0, k, np.where(settings.top_p < 1.0, min(_NUCLEUS[0], vocab), vocab))
+    size = np.where(k > 0, k, np.where(nucleus, min(_NUCLEUS[0], vocab), vocab))
     pending = np.flatnonzero(~simple)
     while len(pending):
         small = size[pending] <= 4 * size[pending].min()    # do not let one wide row make all of them wide
         rows = pending[small]
-        token_ids, enough = _draw_candidates(scaled[rows], settings.take(rows), k[rows], uniform[rows],
+        token_ids, enough = _draw_candidates(scaled[rows], settings.take(rows), k[rows], mass[rows], uniform[rows],
                                              int(size[rows].max()))
         result[rows] = token_ids
         size[rows[~enough]] = [min(_wider(int(s)), vocab) for s in size[rows[~enough]]]
@@ -60,16 +63,17 @@ def _wider(size: int) -> int:
 
 def _draw_unsorted(scaled: np.ndarray, min_p: np.ndarray, uniform: np.ndarray) -> np.ndarray:
     """Temperature and min_p only: no order needed. Two levels of sums find the token without a full running sum."""
-    p = np.exp(scaled)                                      # relative to the likeliest, which has 1
-    if min_p.any():
-        p[p < min_p[:, None].astype(np.float32)] = 0.0
-    rows, vocab = p.shape
+    rows, vocab = scaled.shape
     width = 256
     blocks = -(-vocab // width)
-    padded = np.zeros((rows, blocks * width), np.float32)
-    padded[:, :vocab] = p
+    padded = np.empty((rows, blocks * width), np.float32)
+    p = padded[:, :vocab]
+    np.exp(scaled, out=p)                                   # relative to the likeliest, which has 1
+    padded[:, vocab:] = 0.0
+    if min_p.any():
+        p[p < min_p[:, None].astype(np.float32)] = 0.0
     padded = padded.reshape(rows, blocks, width)
-    block_sums = np.cumsum(padded.sum(axis=2, dtype=np.float64), axis=1)
+    block_sums = np.cumsum(padded.sum(axis=2), axis=1, dtype=np.float64)
     target = uniform * block_sums[:, -1]
     block = (block_sums <= target[:, None]).sum(axis=1)
     line = np.arange(rows)
@@ -81,35 +85,36 @@ def _draw_unsorted(scaled: np.ndarray, min_p: np.ndarray, uniform: np.ndarray) -
 
 
 def _draw_candidates(
-    scaled: np.ndarray, settings: FilterBatch, k: np.ndarray, uniform: np.ndarray, size: int,
+    scaled: np.ndarray, settings: FilterBatch, k: np.ndarray, mass: np.ndarray, uniform: np.ndarray, size: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens int64 [r] and bool [r]: whether `size` candidates were enough for that row's answer to be right."""
     ids, values = top_candidates(scaled, size)              # [r, c], ids ascending, padding -inf
-    count = values.shape[1]
     line = np.arange(len(ids))
-    descending = np.argsort(-values, axis=1, kind="stable")
-    ordered = np.take_along_axis(values, descending, axis=1).astype(np.float64)
-    kth = ordered[line, np.minimum(k, count) - 1]           # equal logits at the border all stay
-    p = np.exp(ordered)
-    p[(k > 0)[:, None] & (ordered < kth[:, None])] = 0.0
-    total = p.sum(axis=1)
-    nucleus = settings.top_p < 1.0
-    open_rows = (k == 0) & (size < scaled.shape[1])         # tokens outside the candidates count too
-    if open_rows.any():
-        total[open_rows] = np.exp(scaled[open_rows]).sum(axis=1, dtype=np.float64)
-    reached = np.cumsum(p, axis=1)
-    limit = settings.top_p * total
-    enough = ~open_rows | (reached[:, -1] >= limit)
-    p[nucleus[:, None] & (reached - p >= limit[:, None])] = 0.0
+    ordered = np.sort(values, axis=1)[:, ::-1]              # values only: many times faster than argsort
+    p_ordered = np.exp(ordered, dtype=np.float64)
+    kth = ordered[line, np.minimum(k, values.shape[1]) - 1]
+    p_ordered[(k > 0)[:, None] & (ordered < kth[:, None])] = 0.0    # equal logits at the border all stay
+    reached = np.cumsum(p_ordered, axis=1)
+    partial = (k == 0) & (settings.top_p < 1.0) & (size < scaled.shape[1])      # others count towards the mass
+    limit = np.where(settings.top_p < 1.0, settings.top_p * np.where(partial, mass, reached[:, -1]), np.inf)
+    enough = ~partial | (reached[:, -1] >= limit)
+    kept_count = ((reached - p_ordered < limit[:, None]) & (p_ordered > 0)).sum(axis=1)
+    keep = _largest(values, ordered[line, kept_count - 1], kept_count)
+    p = np.where(keep, np.exp(values, dtype=np.float64), 0.0)
     p[p < settings.min_p[:, None]] = 0.0
     typical = np.flatnonzero(settings.typical_p < 1.0)
     if len(typical):
         p[typical] = _keep_typical(p[typical], settings.typical_p[typical])
-    kept = np.empty_like(p)
-    np.put_along_axis(kept, descending, p, axis=1)          # back to the order of ids
-    running = np.cumsum(kept, axis=1)
+    running = np.cumsum(p, axis=1)
     target = uniform * running[:, -1]
     return ids[line, (running <= target[:, None]).sum(axis=1)], enough
+
+
+def _largest(values: np.ndarray, smallest: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """bool [r, c]: the `count` largest of each row, whose smallest is `smallest`; of equal ones the lower id first."""
+    above = values > smallest[:, None]
+    equal = values == smallest[:, None]
+    return above | (equal & (np.cumsum(equal, axis=1) <= (count - above.sum(axis=1))[:, None]))
 
 
 def _keep_typical(p: np.ndarray, mass: np.ndarray) -> np.ndarray:

@@ -17,18 +17,18 @@ class PageTables:
         self.pool = pool
         self.cache = cache
         self.page_size = page_size
-        self._copies: list[tuple[int, int]] = []
-        self._pinned: list[int] = []        # sources of this step's copies, held so that nothing overwrites them
+        self._copies: list[tuple[int, int]] = []    # of the step being planned
 
-    def begin_step(self) -> None:
-        """The copies of the step before are done: their sources need no protection any more."""
-        for page_id in self._pinned:
-            self.pool.release(page_id)
-        self._pinned.clear()
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """The copies that the planned step must do first. Their sources stay held until `release_sources`."""
+        copies = tuple(self._copies)
         self._copies.clear()
+        return copies
 
-    def copies(self) -> tuple[tuple[int, int], ...]:
-        return tuple(self._copies)
+    def release_sources(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """The step with these copies is over."""
+        for source, _ in copies:
+            self.pool.release(source)
 
     def attach(self, sequence: Sequence, reserve: int = 0, reuse: bool = True) -> bool:
         """Give a waiting sequence pages for all its tokens, cached ones where its prefix is known, and set `computed`.
@@ -61,9 +61,8 @@ class PageTables:
         return True
 
     def _copy(self, source: int, destination: int) -> None:
-        """`source` must be held once for this copy; that hold ends with the step."""
+        """`source` must be held once for this copy, so that nothing overwrites it; that hold ends with the step."""
         self._copies.append((source, destination))
-        self._pinned.append(source)
 
     def make_room(self, sequence: Sequence) -> bool:
         """Let the next token of a running sequence be written: a new page, or its own copy of a shared one.
@@ -75,7 +74,7 @@ class PageTables:
             if not self.pool.available:
                 return False
             sequence.page_ids.append(self.pool.take())
-        elif self.pool.holders[sequence.page_ids[index]] > 1:
+        elif self._is_shared(sequence.page_ids[index]):
             if not self.pool.available:
                 return False
             shared = sequence.page_ids[index]
@@ -84,6 +83,11 @@ class PageTables:
             sequence.page_ids = page_ids
             self._copy(shared, page_ids[index])     # the sequence's hold becomes the copy's
         return True
+
+    def _is_shared(self, page_id: int) -> bool:
+        """Whether another sequence reads it: copies do not count, they are done before anything is written."""
+        holders = self.pool.holders[page_id]
+        return holders > 1 and holders - sum(source == page_id for source, _ in self._copies) > 1
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` hold all pages of `parent`; whoever writes first gets its own copy."""
