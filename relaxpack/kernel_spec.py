@@ -19,6 +19,8 @@ Buffer names and types by operation (I = activation dtype of the spec, inputs fi
     decode_attention   q I[t, H*D], pages, page_table i32[t, max_pages], lengths i32[t] → y I[t, H*D]
     prefill_attention  q I[t, H*D], pages, page_table i32[b, max_pages], query_start i32[b+1], lengths i32[b]
                        → y I[t, H*D]
+    sample       logits f32[b, V], settings f32[b, 8], counters i32[b, 8], counts i32[c, V], [allowed i32[b, V/32]]
+                 → (in place) counts, token_ids i32[b], logprobs f32[b]; columns of settings and counters: SamplingSpec
 
 `pages` is kv_dtype[num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] (2 = keys, values; keys after RoPE),
 `num_pages` is the symbolic variable `p`. Stages that touch `pages` take the layer as a scalar int64 parameter named
@@ -99,6 +101,28 @@ class AttentionSpec:
     scale: float
     window: int | None = None    # keys a query sees, itself included; None = all
     qk_norm_epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """One token per row, on the device. Per row `settings` holds SAMPLING_SETTINGS and `counters` SAMPLING_COUNTERS, each
+    padded to 8 columns. temperature 0 is greedy (the lowest id of equal logits); top_k 0, top_p 1, min_p 0, repetition
+    1, presence 0 and frequency 0 are off. Order: penalties, temperature, top_k, top_p over what top_k kept, min_p
+    against the likeliest; equal logits at a border all stay.
+
+    `counts[counts_row]` says for each token how often the output has it (bits 0..29) and whether the prompt has it
+    (bit 30); the kernel adds the drawn token. counts_row -1: no penalties, nothing counted. `allowed` (only where
+    `constrained`) has one bit per token, read for rows whose `constrained` counter is 1.
+
+    The draw depends on (seed_low, seed_high, position, logits of the row) alone. A row with NaN or +inf, or with no
+    allowed token, gives token -1 and logprob NaN. logprobs are those of the raw logits, before any setting."""
+
+    vocab_size: int
+    constrained: bool = False
+
+
+SAMPLING_SETTINGS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+SAMPLING_COUNTERS = ("top_k", "seed_low", "seed_high", "position", "counts_row", "constrained")
 
 
 @dataclass(frozen=True)
