@@ -101,7 +101,7 @@ def _open_folder(folder: Path, ignore_keys: tuple[str, ...]) -> Checkpoint:
         "generation_config.json", read_object(folder / "generation_config.json", required=False), audit, ignore_keys))
     assets = read_tokenizer(folder, KeyReader(
         TOKENIZER_CONFIG, read_object(folder / TOKENIZER_CONFIG, required=False), audit, ignore_keys),
-        [*ends, *more_ends], bos)
+        [*ends, *more_ends], bos, config.vocab_size)
     if tensors.extra_tensors:
         audit.warn(f"not named by the index, so not read: {', '.join(tensors.extra_tensors[:8])}"
                    f"{' ...' if len(tensors.extra_tensors) > 8 else ''}")

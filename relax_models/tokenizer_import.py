@@ -35,16 +35,22 @@ _IGNORED = {
     "the context length is the model config's": ("model_max_length",),
     "describes the file": ("name_or_path", "_name_or_path", "processor_class", "auto_map", "transformers_version",
                            "_commit_hash", "unsloth_version", "device_map", "do_lower_case", "token", "revision",
-                           "chat_template_format", "response_schema", "image_token", "tool_parser_type"),
+                           "chat_template_format", "response_schema", "tool_parser_type"),
 }
 # Tokenizer classes that rebuild their BOS rule from add_bos_token instead of keeping tokenizer.json's.
 _CLASSES_WITH_BOS_FLAG = ("LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast",
                           "GemmaTokenizer", "GemmaTokenizerFast")
 
 
-def read_tokenizer(folder: Path, reader: KeyReader, stated_ends: list[int], bos_id: int | None) -> TokenizerAssets:
-    """`reader` holds tokenizer_config.json (may be empty); `stated_ends` and `bos_id` come from the other configs."""
+def read_tokenizer(folder: Path, reader: KeyReader, stated_ends: list[int], bos_id: int | None,
+                   vocab_size: int) -> TokenizerAssets:
+    """`reader` holds tokenizer_config.json (may be empty); `stated_ends` and `bos_id` come from the other configs;
+    `vocab_size` is the number of embedding rows."""
     tokenizer = load_tokenizer(folder)
+    beyond = sorted(text for text, token_id in tokenizer.get_vocab().items() if token_id >= vocab_size)
+    if beyond:
+        reader.audit.warn(f"tokenizer.json has {len(beyond)} tokens beyond the {vocab_size} embedding rows, such as "
+                          f"{beyond[0]!r}; text that holds them cannot be run")
     templates = _templates(folder, reader)
     special = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()
                if token.special}
@@ -82,10 +88,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def _special_strings(folder: Path, reader: KeyReader) -> dict[str, str]:
     """tokenizer_config.json, completed by the older special_tokens_map.json where it names no token."""
+    # Multimodal and tool-calling tokenizers name more of them, such as "image_token"; templates may use those.
+    extra = [key for key, value in reader.data.items() if key.endswith("_token") and isinstance(value, (str, dict))]
     older = KeyReader("special_tokens_map.json", read_object(folder / "special_tokens_map.json", required=False),
                       reader.audit)
     strings = {}
-    for name in _NAMED_TOKENS:
+    for name in dict.fromkeys([*_NAMED_TOKENS, *extra]):
         text = _token_text(reader, name)
         if text is None and name not in reader.data:  # null there means "none"
             text = _token_text(older, name)

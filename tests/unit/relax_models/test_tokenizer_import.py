@@ -100,7 +100,17 @@ def test_special_tokens_as_objects_and_in_the_older_file(tmp_path: Path) -> None
     assert assets.bos_token_id == 1
 
 
-def test_added_tokens_may_be_only_in_the_config(tmp_path: Path) -> None:
+def test_other_named_tokens_reach_the_templates(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", tokenizer_config={"tool_token": "<|im_start|>"})
+    assert open_checkpoint(folder).assets.special_tokens["tool_token"] == "<|im_start|>"
+
+
+def test_tokens_without_embedding_rows_are_reported(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "m", vocab_size=500))
+    assert any("12 tokens beyond the 500 embedding rows" in w for w in checkpoint.audit.warnings)
+
+
+def test_id_beyond_the_vocabulary(tmp_path: Path) -> None:
     """An id in config.json beyond the vocabulary is refused, not passed on."""
     with pytest.raises(CheckpointError, match="600.*512"):
         open_checkpoint(write_checkpoint(tmp_path / "m", eos_token_id=600))
