@@ -13,7 +13,6 @@ from relaxpack.errors import RequestError
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime.chat_template import ChatTemplate, Message
 from relaxpack.runtime.engine import Engine
-from relaxpack.runtime.load import load_model
 from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.text_generation import Completion, TextGenerator
 from relaxpack.runtime.tokenizer import Tokenizer
@@ -36,6 +35,8 @@ class LLM:
 
     def __init__(self, bundle: str | Path, *, num_pages: int | None = None) -> None:
         """`num_pages`: pages of the KV cache; by default what the bundle's limits need."""
+        from relaxpack.runtime.load import load_model  # imports TVM, which only a real bundle needs
+
         loaded = load_model(bundle, num_pages=num_pages)
         self._setup(Engine(loaded.runner, end_token_ids=loaded.info.end_token_ids), loaded.tokenizer, loaded.info)
 

@@ -22,7 +22,7 @@ from relaxpack.errors import RelaxpackError
 from relaxpack.runtime.conversation import Conversation
 from relaxpack.runtime.text_generation import Timings
 
-QUESTION = "What is the capital of France?"   # asked when there is nobody to ask
+QUESTION = "What is a compiler? Answer in one sentence."   # asked when there is nobody to ask
 _QUOTES = '"""'
 # Everything a terminal would obey rather than show, but line ends and tabs.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

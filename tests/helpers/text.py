@@ -34,7 +34,7 @@ def byte_level_json() -> str:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
                                   special_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     backend.train_from_iterator(CORPUS, trainer)
     backend.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
@@ -45,7 +45,7 @@ def byte_level_json() -> str:
 def sentencepiece_json(metaspace: bool = False) -> str:
     """Llama-2 style: bytes as <0xXX>, a space in front of every text. `metaspace`: the newer form of the same."""
     backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=_special("<unk>", "<s>", "</s>"),
+    trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False, special_tokens=_special("<unk>", "<s>", "</s>"),
                                   initial_alphabet=["▁"], limit_alphabet=90)
     if metaspace:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)

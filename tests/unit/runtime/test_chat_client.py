@@ -8,7 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+import relaxpack.cli as cli
 from relaxpack.errors import EnvironmentProblem, RequestError, UsageError
+from relaxpack.runtime.chat import QUESTION
 from relaxpack.runtime.chat_client import RemoteConversation
 
 
@@ -106,3 +108,13 @@ def test_nobody_there_and_no_url():
 def test_server_of_another_kind(url):
     with pytest.raises(EnvironmentProblem, match="names no model"):
         RemoteConversation(url + "/other")
+
+
+def test_the_command_talks_to_a_url(url, server, capsys):
+    assert cli.run(["chat", url, "--temperature", "0.5", "--stop", "x", "--system", "Be kind."]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"Dobrý den {QUESTION}\n" and "3 output tokens" in err
+    body = server.requests[0][2]
+    assert (body["temperature"], body["stop"], body["max_tokens"]) == (0.5, ["x"], 128)
+    assert cli.run(["chat", "http://127.0.0.1:9"]) == 6
+    assert capsys.readouterr().err.startswith("relaxpack: cannot reach http://127.0.0.1:9")
