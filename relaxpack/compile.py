@@ -28,12 +28,13 @@ from relaxpack.dist.integrity import canonical_json, sha256_bytes
 from relaxpack.dist.key import artifact_key
 from relaxpack.dist.manifest import Manifest, TargetEntry, WeightsSummary
 from relaxpack.dist.writer import check_destination
-from relaxpack.errors import CompileError, UsageError
+from relaxpack.errors import UsageError
 from relaxpack.kernel_spec import KernelProvider
 from relaxpack.lowering import Lowered, lower_model
 from relaxpack.model_info import ModelInfo
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.pipeline import OPTIONAL
+from relaxpack.passes.specialize_buckets import decode_buckets
 from relaxpack.recipe import Pack
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.relax_models.export import BuildLimits
@@ -46,9 +47,11 @@ CANARY_TEXTS = {"plain": "The capital of France is", "code": "def fibonacci(n):\
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """`max_context` None: what the model supports. `kv_dtype` None: float32 for `f32` weights, else float16."""
+    """`max_context` None: what the model supports. `activation_dtype` None: float32 on a CPU, bfloat16 on a GPU.
+    `kv_dtype` None: on a CPU float32 for `f32` weights, else float16; on a GPU the activation dtype."""
 
     weights: str = "as-is"
+    activation_dtype: str | None = None
     max_context: int | None = None
     max_batch: int = 8
     prefill_chunk: int = 512
@@ -127,13 +130,12 @@ def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec
     with stage("checkpoint"):
         checkpoint = open_checkpoint(model, ignore_keys=options.ignore_config_keys, pretokenizer=options.pretokenizer)
         limits = _limits(checkpoint, options)
-        formats = choose_formats(checkpoint, options.weights)
         provider = kernel_provider(spec)
-        activation_dtype = "float32"
-        kv_dtype = options.kv_dtype or ("float32" if options.weights == "f32" else "float16")
+        activation_dtype, kv_dtype = _dtypes(spec, options)
+        formats = choose_formats(checkpoint, options.weights, activation_dtype)
     with stage("compile", 6):
         lowered = lower_model(checkpoint.config, limits, spec, provider, formats, activation_dtype, kv_dtype,
-                              PipelineConfig(options.disabled_passes), dump, shown.advance)
+                              pipeline_config(spec, limits, options.disabled_passes), dump, shown.advance)
     info = _model_info(checkpoint, limits, activation_dtype, kv_dtype)
     with BundleWriter(output, force) as writer, tempfile.TemporaryDirectory() as scratch:
         library = Path(scratch) / f"{spec.file_stem}.so"
@@ -146,7 +148,7 @@ def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec
         canaries = None
         if not reasons_against(spec, detect_host()):
             with stage("canaries", len(CANARY_TEXTS)):
-                canaries = _record_canaries(writer, spec, library, lowered, info, checkpoint, formats)
+                canaries = _record_canaries(writer, _target_entry(spec, lowered), library, info, checkpoint, formats)
                 writer.add_bytes(CANARY, canaries.to_bytes())
         with stage("bundle"):
             manifest = writer.finish(_manifest(checkpoint, info, spec, lowered, options))
@@ -163,7 +165,28 @@ def kernel_provider(target: TargetSpec) -> KernelProvider:
         from relaxpack.schedules.kernels.cpu.provider import CpuKernels
 
         return CpuKernels(target)
-    raise CompileError(f"target {target.name}: no kernels for {target.kind}")
+    from relaxpack.schedules.kernels.cuda.provider import CudaKernels
+
+    return CudaKernels(target)
+
+
+def pipeline_config(target: TargetSpec, limits: BuildLimits, disabled: frozenset[str] = frozenset()) -> PipelineConfig:
+    """On a GPU every bucket of the batch gets a captured decode function; a CPU needs none."""
+    if target.kind == "cpu":
+        return PipelineConfig(disabled)
+    return PipelineConfig(disabled, decode_buckets(limits.max_batch), cuda_graph=True)
+
+
+def _dtypes(target: TargetSpec, options: BuildOptions) -> tuple[str, str]:
+    """(activation dtype, KV dtype)."""
+    if target.kind == "cpu":
+        if options.activation_dtype not in (None, "float32"):
+            raise UsageError(f"activation dtype {options.activation_dtype}: CPU kernels compute in float32")
+        return "float32", options.kv_dtype or ("float32" if options.weights == "f32" else "float16")
+    activation = options.activation_dtype or "bfloat16"
+    if activation not in ("bfloat16", "float16"):
+        raise UsageError(f"activation dtype {activation}: GPU kernels compute in bfloat16 or float16")
+    return activation, options.kv_dtype or activation
 
 
 def _check_options(options: BuildOptions) -> None:
@@ -224,7 +247,7 @@ def _write_text_members(writer: BundleWriter, checkpoint: Checkpoint, lowered: L
     writer.add_bytes("explain.json", canonical_json(explanation))
 
 
-def _record_canaries(writer: BundleWriter, spec: TargetSpec, library: Path, lowered: Lowered, info: ModelInfo,
+def _record_canaries(writer: BundleWriter, entry: TargetEntry, library: Path, info: ModelInfo,
                      checkpoint: Checkpoint, formats: dict[str, Any]) -> CanarySet:
     """Run the fresh library on the packed parameters and keep its answers."""
     import tokenizers
@@ -235,9 +258,16 @@ def _record_canaries(writer: BundleWriter, spec: TargetSpec, library: Path, lowe
     encode = tokenizers.Tokenizer.from_str(checkpoint.assets.files["tokenizer.json"].decode())
     prompts: dict[str, Sequence[int]] = {name: ids[:info.max_context // 2] for name, text in CANARY_TEXTS.items()
                                          if (ids := encode.encode(text, add_special_tokens=False).ids)}
-    parameters = writer.open_params(spec.file_stem)
-    runner = make_runner(library, spec.kind, info, (parameters[p.name] for p in lowered.parameters), num_pages=None)
+    parameters = writer.open_params(entry.params)
+    runner = make_runner(library, entry, info, (parameters[name] for name in entry.param_order))
     return record(runner, prompts, tolerance({f.name for f in formats.values()}, info.activation_dtype))
+
+
+def _target_entry(spec: TargetSpec, lowered: Lowered) -> TargetEntry:
+    return TargetEntry(
+        spec, f"lib/{spec.file_stem}.so", spec.file_stem, tuple(p.name for p in lowered.parameters),
+        lowered.functions, lowered.bounds, {"decode": lowered.buckets} if lowered.buckets else {},
+        {"arena_bytes": lowered.arena_bytes()}, lowered.kernel_counts())
 
 
 def _manifest(checkpoint: Checkpoint, info: ModelInfo, spec: TargetSpec, lowered: Lowered,
@@ -246,16 +276,14 @@ def _manifest(checkpoint: Checkpoint, info: ModelInfo, spec: TargetSpec, lowered
     for p in lowered.parameters:
         size = int(np.prod(p.shape)) * np.dtype(_stored(p.dtype)).itemsize
         stored[p.recipe.format if isinstance(p.recipe, Pack) else "f32"] += size
-    entry = TargetEntry(
-        spec, f"lib/{spec.file_stem}.so", spec.file_stem, tuple(p.name for p in lowered.parameters),
-        lowered.functions, lowered.bounds, {}, {"arena_bytes": lowered.arena_bytes()}, lowered.kernel_counts())
     compiler = {"apache-tvm": tvm_setup.TVM_VERSION}
     source = checkpoint.source.to_json()
     digest = sha256_bytes(canonical_json({"source": source, "tensors": {
         name: [list(t.shape), t.format.name] for name, t in checkpoint.tensors.items()}}))
     key = artifact_key(source_digest=digest, relaxpack_version=relaxpack.__version__, compiler=compiler,
                        targets=[spec.to_json()], weights=options.weights, build_options=options.to_json())
-    return Manifest(relaxpack.__version__, key, info, WeightsSummary(dict(sorted(stored.items()))), (entry,), compiler,
+    return Manifest(relaxpack.__version__, key, info, WeightsSummary(dict(sorted(stored.items()))),
+                    (_target_entry(spec, lowered),), compiler,
                     source, options.to_json())
 
 

@@ -47,6 +47,7 @@ class Lowered:
     parameters: list[Parameter]
     functions: tuple[str, ...]
     bounds: dict[str, int]
+    buckets: tuple[int, ...]
     explanation: dict[str, Any] = field(default_factory=dict)
 
     def kernel_counts(self) -> dict[str, int]:
@@ -99,7 +100,7 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
     explanation = {"phases": report, "kernels": _kernels(final), "calls": json.loads(str(final.attrs[KERNELS])),
                    "memory_plan": json.loads(str(final.attrs[PLAN]))}
     functions = tuple(gv.name_hint for gv, _ in exported_functions(mod))
-    return Lowered(executable, parameters, functions, bounds, explanation)
+    return Lowered(executable, parameters, functions, bounds, pipeline.decode_buckets, explanation)
 
 
 def _generate_code(mod: tvm.IRModule, target: TargetSpec) -> Any:

@@ -22,14 +22,18 @@ WEIGHTS = ("as-is", "q4", "q8", "f16", "bf16", "f32")
 Weight = np.ndarray | QuantizedTensor
 
 
-def choose_formats(checkpoint: Checkpoint, weights: str) -> dict[str, WeightFormat]:
+def choose_formats(checkpoint: Checkpoint, weights: str, activation_dtype: str = "float32") -> dict[str, WeightFormat]:
     """Weight format of every matrix of the checkpoint under `--weights`. `as-is` keeps what the checkpoint has; `q4`
     keeps 4-bit tensors as they are and makes the rest q4_1 (embedding table and head q8_0); a tensor whose rows do not
-    divide into groups stays f16."""
+    divide into groups stays f16. Where activations have 16 bits (GPUs), float weights take the activation dtype."""
     if weights not in WEIGHTS:
         raise UsageError(f"weights {weights!r}: expected one of {', '.join(WEIGHTS)}")
-    return {name: _choose(name, info.shape, info.format, weights)
-            for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
+    chosen = {name: _choose(name, info.shape, info.format, weights)
+              for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
+    if activation_dtype == "float32":
+        return chosen
+    floats = FORMATS[{"bfloat16": "bf16", "float16": "f16"}[activation_dtype]]
+    return {name: fmt if fmt.quantized else floats for name, fmt in chosen.items()}
 
 
 def _choose(name: str, shape: tuple[int, ...], stored: WeightFormat, weights: str) -> WeightFormat:

@@ -23,13 +23,15 @@ from relaxpack.runtime.step_plan import SequenceStep, StepPlan
 from relaxpack.runtime.vm import Library
 
 
-def upload_parameters(parameters: Iterable[np.ndarray], dtypes: Sequence[str], device: Any) -> list[Any]:
+def upload_parameters(parameters: Iterable[np.ndarray], device: Any) -> list[Any]:
     """Device tensors of the parameters, one after the other; bfloat16 travels as its bits."""
     tensors = []
-    for array, dtype in zip(parameters, dtypes, strict=True):
-        tensor = tvm.runtime.empty(array.shape, dtype, device)
-        bits = tensor._create_view(array.shape, "uint16") if dtype == "bfloat16" else tensor
-        bits.copyfrom(array.view(np.uint16) if dtype == "bfloat16" else array)
+    for array in parameters:
+        tensor = tvm.runtime.empty(array.shape, array.dtype.name, device)
+        if array.dtype.name == "bfloat16":
+            tensor._create_view(array.shape, "uint16").copyfrom(array.view(np.uint16))
+        else:
+            tensor.copyfrom(array)
         tensors.append(tensor)
     return tensors
 

@@ -6,15 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from relaxpack.dist.bundle import Bundle
+from relaxpack.dist.manifest import TargetEntry
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime.model_runner import CpuModelRunner
 from relaxpack.runtime.step_plan import ModelRunner
 from relaxpack.runtime.tokenizer import Tokenizer
 from relaxpack.runtime.vm import Library, as_tensor, device_for
+
+if TYPE_CHECKING:
+    from relaxpack.runtime.cuda_model_runner import CudaModelRunner
 
 
 @dataclass(frozen=True)
@@ -25,17 +30,24 @@ class LoadedModel:
     tokenizer: Tokenizer
 
 
-def make_runner(library: Path, kind: str, info: ModelInfo, parameters: Iterable[np.ndarray],
-                num_pages: int | None = None) -> CpuModelRunner:
-    """A runner over a library file and its parameters in manifest order."""
-    return CpuModelRunner(Library(library, device_for(kind), map(as_tensor, parameters)), info, num_pages)
+def make_runner(library: Path, entry: TargetEntry, info: ModelInfo, parameters: Iterable[np.ndarray],
+                num_pages: int | None = None, graphs: bool = True) -> CpuModelRunner | CudaModelRunner:
+    """A runner over a library file and its parameters in manifest order. `graphs`: replay captured decode steps."""
+    device = device_for(entry.target.kind)
+    if entry.target.kind == "cpu":
+        return CpuModelRunner(Library(library, device, map(as_tensor, parameters)), info, num_pages)
+    from relaxpack.runtime.cuda_model_runner import CudaModelRunner, upload_parameters
+
+    loaded = Library(library, device, upload_parameters(parameters, device))
+    return CudaModelRunner(loaded, info, device, entry.buckets.get("decode", ()), num_pages, graphs)
 
 
-def load_runner(bundle: Bundle, kind: str | None = None, num_pages: int | None = None) -> CpuModelRunner:
+def load_runner(bundle: Bundle, kind: str | None = None, num_pages: int | None = None,
+                graphs: bool = True) -> CpuModelRunner | CudaModelRunner:
     """The runner of the bundle's best target for this machine, of one `kind` ("cpu", "cuda") if given."""
     entry = bundle.select_target(kind=kind)
     parameters = (array for _, array in bundle.params(entry.params))
-    return make_runner(bundle.path(entry.library), entry.target.kind, bundle.manifest.model_info, parameters, num_pages)
+    return make_runner(bundle.path(entry.library), entry, bundle.manifest.model_info, parameters, num_pages, graphs)
 
 
 def load_model(path: str | Path, num_pages: int | None = None) -> LoadedModel:

@@ -22,8 +22,10 @@ import click
 @click.option("--prefill-chunk", default=512, show_default=True, type=click.IntRange(1),
               help="Prompt tokens computed in one step.")
 @click.option("--page-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens of a KV-cache page.")
-@click.option("--kv-dtype", type=click.Choice(["float16", "float32"]),
-              help="dtype of the KV cache [default: float32 with --weights f32, else float16].")
+@click.option("--dtype", "activation_dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+              help="dtype of activations [default: float32 on a CPU, bfloat16 on a GPU].")
+@click.option("--kv-dtype", type=click.Choice(["float16", "bfloat16", "float32"]),
+              help="dtype of the KV cache [default: float16 on a CPU, the activations' dtype on a GPU].")
 @click.option("--disable", "disabled", multiple=True, metavar="PASS", help="Leave an optional pass out. Repeatable.")
 @click.option("--ignore-config-key", "ignored", multiple=True, metavar="KEY",
               help="Accept an unknown config key unread. Repeatable.")

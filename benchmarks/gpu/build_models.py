@@ -1,0 +1,85 @@
+"""Compile models for a GPU without their weights: OUT/NAME.so and OUT/NAME.json (parameters, model info, buckets).
+
+    python benchmarks/gpu/build_models.py OUT --model llama-3.2-1b [--weights bf16|q4_1|q8_0] [--target cuda:sm_90a]
+
+Runs on a machine without a GPU; `run_models.py` makes weights from a seed on the GPU machine and measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from models import MODELS
+
+from relaxpack.compile import kernel_provider, pipeline_config
+from relaxpack.lowering import lower_model
+from relaxpack.model_info import ModelInfo
+from relaxpack.recipe import to_json
+from relaxpack.relax_models.export import BuildLimits
+from relaxpack.target import parse_target
+from relaxpack.weight_format import FORMATS, WeightFormat
+
+
+class _OneFormat(Mapping[str, WeightFormat]):
+    """Every matrix in one format, embedding table and head in theirs."""
+
+    def __init__(self, weight: str) -> None:
+        self._weight = FORMATS[weight]
+        self._table = FORMATS["q8_0"] if self._weight.quantized else self._weight
+
+    def __getitem__(self, name: str) -> WeightFormat:
+        return self._table if name in ("model.embed_tokens.weight", "lm_head.weight") else self._weight
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", choices=list(MODELS), required=True)
+    parser.add_argument("--weights", default="bf16")
+    parser.add_argument("--target", default="cuda:sm_90a")
+    parser.add_argument("--max-context", type=int, default=16384)
+    parser.add_argument("--max-batch", type=int, default=128)
+    parser.add_argument("--prefill-chunk", type=int, default=8192)
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick check")
+    args = parser.parse_args()
+    config = MODELS[args.model]
+    if args.layers:
+        import dataclasses
+
+        config = dataclasses.replace(config, num_layers=args.layers, layer_windows=(None,) * args.layers)
+    target = parse_target(args.target)
+    limits = BuildLimits(args.max_context, args.max_batch, args.prefill_chunk)
+    start = time.perf_counter()
+    lowered = lower_model(config, limits, target, kernel_provider(target), _OneFormat(args.weights), "bfloat16",
+                          "bfloat16", pipeline_config(target, limits),
+                          progress=lambda phase: print(f"{time.perf_counter() - start:7.1f} s {phase}", flush=True))
+    stem = args.out / f"{args.model}-{args.weights}"
+    args.out.mkdir(parents=True, exist_ok=True)
+    lowered.executable.export_library(f"{stem}.so")
+    info = ModelInfo(args.model, config.architecture, config.num_layers, config.hidden_size, config.num_heads,
+                     config.num_kv_heads, config.head_dim, config.vocab_size, limits.max_context, limits.page_size,
+                     "bfloat16", "bfloat16", limits.max_batch, limits.prefill_chunk, None, (), False)
+    description = {"info": info.to_json(), "buckets": list(lowered.buckets), "arena_bytes": lowered.arena_bytes(),
+                   "rope_theta": config.rope.theta, "epsilon": config.norm_epsilon,
+                   "intermediate_size": config.intermediate_size, "tie_embeddings": config.tie_embeddings,
+                   "qkv_bias": config.qkv_bias, "kernels": lowered.explanation["kernels"],
+                   "calls": lowered.explanation["calls"],
+                   "parameters": [{"name": p.name, "shape": list(p.shape), "dtype": p.dtype,
+                                   "recipe": to_json(p.recipe)} for p in lowered.parameters]}
+    Path(f"{stem}.json").write_text(json.dumps(description))
+    print(f"{stem}.so: {Path(f'{stem}.so').stat().st_size / 1e6:.1f} MB, kernels {lowered.kernel_counts()}, "
+          f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

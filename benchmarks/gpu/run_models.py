@@ -1,0 +1,255 @@
+"""On a GPU machine: load what `build_models.py` made, give it weights from a seed, check its numbers against a plain
+torch forward, and time decode and prefill.
+
+    PYTHONPATH=.:SITE python benchmarks/gpu/run_models.py FOLDER --model llama-3.2-1b --out RESULT.json
+
+Random weights: 0.02 · normal in bfloat16, so that activations stay in range. Reference: the same weights, float32 math.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import relaxpack.tvm_setup  # noqa: F401
+import tvm
+from relaxpack.model_info import ModelInfo
+from relaxpack.recipe import Pack, from_json
+from relaxpack.runtime import cuda_memory
+from relaxpack.runtime.cuda_model_runner import CudaModelRunner
+from relaxpack.runtime.step_plan import SequenceStep, StepPlan
+from relaxpack.runtime.vm import Library, device_for
+
+
+def gate_first(packed: torch.Tensor) -> torch.Tensor:
+    """Undo the interleaving of gate and up rows (blocks of 8) of the CUDA row layout."""
+    n, k = packed.shape
+    blocks = packed.reshape(n // 16, 2, 8, k)
+    return torch.cat([blocks[:, 0].reshape(-1, k), blocks[:, 1].reshape(-1, k)])
+
+
+def make_parameters(description: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """(tensors in parameter order, plain bf16 weights by parameter name without format suffix)."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    tensors, plain = [], {}
+    for p in description["parameters"]:
+        name, shape, recipe = p["name"], p["shape"], from_json(p["recipe"])
+        if p["dtype"] in ("bfloat16", "float16"):
+            w = torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).mul_(0.02)
+            w = w.to(getattr(torch, p["dtype"]))
+        elif p["dtype"] == "float32":
+            w = torch.randn(shape, generator=generator, device="cuda") * 0.1
+            if "norm" in name:
+                w += 1
+        else:
+            raise SystemExit(f"{name}: dtype {p['dtype']} is not handled here")
+        base = name.split("@")[0]
+        plain[base] = gate_first(w) if isinstance(recipe, Pack) and recipe.swiglu else w
+        tensors.append(tvm.runtime.from_dlpack(w))
+    return tensors, plain
+
+
+class Reference:
+    """Plain torch forward of one sequence, float32 math on bf16 weights."""
+
+    def __init__(self, description: dict[str, Any], plain: dict[str, torch.Tensor]) -> None:
+        self.d, self.w = description, plain
+        self.info = ModelInfo.from_json(description["info"])
+
+    def __call__(self, ids: list[int]) -> torch.Tensor:
+        i, w = self.info, self.w
+        n, d = len(ids), i.head_dim
+        x = w["model.embed_tokens.weight"][torch.tensor(ids, device="cuda")].float()
+        inv = self.d["rope_theta"] ** -(torch.arange(0, d, 2, device="cuda", dtype=torch.float64) / d)
+        angle = (torch.arange(n, device="cuda").double()[:, None] * inv).float()
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+
+        def norm(v: torch.Tensor, name: str) -> torch.Tensor:
+            return v * torch.rsqrt((v * v).mean(-1, keepdim=True) + self.d["epsilon"]) * w[name]
+
+        def rope(v: torch.Tensor) -> torch.Tensor:
+            a, b = v[..., :d // 2], v[..., d // 2:]
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+        for layer in range(i.num_layers):
+            p = f"model.layers.{layer}."
+            qkv = norm(x, p + "input_layernorm.weight") @ w[p + "self_attn.q_proj+k_proj+v_proj.weight"].float().T
+            if self.d["qkv_bias"]:
+                qkv = qkv + w[p + "self_attn.q_proj+k_proj+v_proj.bias"]
+            q, k, v = qkv.split([i.num_heads * d, i.num_kv_heads * d, i.num_kv_heads * d], -1)
+            q, k, v = rope(q.reshape(n, -1, d)), rope(k.reshape(n, -1, d)), v.reshape(n, -1, d)
+            o = torch.nn.functional.scaled_dot_product_attention(
+                q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], is_causal=True,
+                enable_gqa=True)[0].transpose(0, 1).reshape(n, -1)
+            x = x + o @ w[p + "self_attn.o_proj.weight"].float().T
+            gu = norm(x, p + "post_attention_layernorm.weight") @ w[p + "mlp.gate_proj+up_proj.weight"].float().T
+            gate, up = gu.chunk(2, -1)
+            x = x + (torch.nn.functional.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].float().T
+        head = w["model.embed_tokens.weight" if self.d["tie_embeddings"] else "lm_head.weight"].float()
+        return norm(x, "model.norm.weight") @ head.T
+
+
+def relative_error(got: np.ndarray, want: torch.Tensor) -> float:
+    g = torch.from_numpy(np.array(got)).cuda().float()
+    return float((g - want).norm() / want.norm()) if bool(torch.isfinite(g).all()) else float("nan")
+
+
+class Pages:
+    def __init__(self, runner: CudaModelRunner) -> None:
+        self.free = list(range(1, runner.num_pages))
+        self.size = runner.page_size
+
+    def take(self, tokens: int) -> list[int]:
+        count = -(-tokens // self.size)
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+
+def check(runner: CudaModelRunner, reference: Reference) -> dict[str, float]:
+    """Relative errors of prefill (whole, chunked, ragged) and decode (several buckets) logits."""
+    rng = np.random.default_rng(0)
+    errors: dict[str, float] = {}
+    pages = Pages(runner)
+    prompts = [rng.integers(0, runner.vocab_size, n).tolist() for n in (203, 1, 16, 77, 515)]
+    tables = [pages.take(len(p) + 24) for p in prompts]
+    steps = tuple(SequenceStep(p, 0, t, [len(p) - 1]) for p, t in zip(prompts, tables, strict=True))
+    full = [reference(p) for p in prompts]
+    rows = runner.forward(StepPlan(steps))
+    errors["prefill_ragged"] = max(relative_error(rows[i], full[i][-1]) for i in range(len(prompts)))
+    extra = [rng.integers(0, runner.vocab_size, 20).tolist() for _ in prompts]
+    long = [reference(p + e) for p, e in zip(prompts, extra, strict=True)]
+    first = pages.take(len(prompts[0]))
+    runner.forward(StepPlan((SequenceStep(prompts[0][:100], 0, first, []),)))
+    rows = runner.forward(StepPlan((SequenceStep(prompts[0][100:], 100, first, [102]),)))
+    errors["prefill_chunked"] = relative_error(rows[0], full[0][-1])
+    for k in range(20):
+        batch = range(1 + k % len(prompts))
+        # the others step too, so that all keep up: first the batch under test, then the rest
+        for part in (list(batch), [i for i in range(len(prompts)) if i not in batch]):
+            if not part:
+                continue
+            rows = runner.forward(StepPlan(tuple(
+                SequenceStep([extra[i][k]], len(prompts[i]) + k, tables[i], [0]) for i in part)))
+            worst = max(relative_error(rows[j], long[i][len(prompts[i]) + k]) for j, i in enumerate(part))
+            name = f"decode_batch_{len(part)}"
+            errors[name] = max(errors.get(name, 0.0), worst)
+    return errors
+
+
+def graph_equals_eager(runner: CudaModelRunner) -> bool:
+    """Bit for bit: the captured function replayed, and the same function's first, eager run are compared by the
+    caller building two runners; here: two replays on the same state give the same bits."""
+    pages = Pages(runner).take(64)
+    plan = StepPlan((SequenceStep([5], 0, pages, [0]),))
+    return bool(np.array_equal(runner.forward(plan), runner.forward(plan)))
+
+
+def time_decode(runner: CudaModelRunner, batch: int, context: int, steps: int = 40) -> float:
+    """Median milliseconds of a decode step without sampling and without copying logits to the host."""
+    pages = Pages(runner)
+    tables = [pages.take(context + steps + 8) for _ in range(batch)]
+    rng = np.random.default_rng(1)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        for k in range(steps):
+            ids = rng.integers(0, runner.vocab_size, batch)
+            sequences = [SequenceStep([int(ids[i])], context + k, tables[i], [0]) for i in range(batch)]
+            start.record()
+            runner._decode(sequences)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+    return statistics.median(times[5:])
+
+
+def time_prefill(runner: CudaModelRunner, tokens: int, repeats: int = 5) -> float:
+    pages = Pages(runner).take(tokens)
+    ids = np.random.default_rng(2).integers(0, runner.vocab_size, tokens).tolist()
+    times = []
+    for _ in range(repeats):
+        cuda_memory.synchronize()
+        begin = time.perf_counter()
+        runner._prefill([SequenceStep(ids, 0, pages, [tokens - 1])])
+        cuda_memory.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times[1:])
+
+
+def read_bandwidth() -> float:
+    """GB/s of a plain read of 4 GB."""
+    x = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(8):
+        start.record()
+        x.sum()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return 4 * (1 << 30) / min(times) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--weights", default="bf16")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--batches", default="1,8,32,128")
+    parser.add_argument("--contexts", default="512,2048")
+    parser.add_argument("--prefill", default="128,512,2048,8192")
+    parser.add_argument("--no-check", action="store_true")
+    args = parser.parse_args()
+    stem = args.folder / f"{args.model}-{args.weights}"
+    description = json.loads(Path(f"{stem}.json").read_text())
+    info = ModelInfo.from_json(description["info"])
+    device = device_for("cuda")
+    bandwidth = read_bandwidth()
+    tensors, plain = make_parameters(description)
+    weight_bytes = sum(t.numel() * t.element_size() for t in plain.values())
+    library = Library(Path(f"{stem}.so"), device, tensors)
+    pages = 1 + max(max(map(int, args.batches.split(","))) * (max(map(int, args.contexts.split(","))) + 64) // 16 + 256,
+                    8192 // 16 + 64)
+    runner = CudaModelRunner(library, info, device, description["buckets"], num_pages=pages)
+    result: dict[str, Any] = {"model": args.model, "weights": args.weights, "gpu": torch.cuda.get_device_name(),
+                              "read_GBps": round(bandwidth), "weight_bytes": weight_bytes,
+                              "arena_bytes": description["arena_bytes"]}
+    if not args.no_check:
+        result["errors"] = check(runner, Reference(description, plain))
+        result["repeatable"] = graph_equals_eager(runner)
+        print(json.dumps(result["errors"], indent=0), result["repeatable"], flush=True)
+    begin = time.perf_counter()
+    runner.warm_up()
+    result["capture_seconds"] = round(time.perf_counter() - begin, 2)
+    embedding = plain["model.embed_tokens.weight"]
+    read = weight_bytes - (0 if description["tie_embeddings"] else embedding.numel() * embedding.element_size())
+    rows = []
+    for context in map(int, args.contexts.split(",")):
+        for batch in map(int, args.batches.split(",")):
+            ms = time_decode(runner, batch, context)
+            kv = batch * context * 2 * info.num_layers * info.num_kv_heads * info.head_dim * 2
+            floor = (read + kv) / bandwidth / 1e6
+            rows.append({"context": context, "batch": batch, "ms": round(ms, 4),
+                         "tokens_per_second": round(batch / ms * 1e3),
+                         "floor_ms": round(floor, 4), "share_of_floor": round(floor / ms, 3)})
+            print(rows[-1], flush=True)
+    result["decode"] = rows
+    result["prefill"] = []
+    for tokens in map(int, args.prefill.split(",")):
+        ms = time_prefill(runner, tokens)
+        flops = 2 * tokens * (weight_bytes / 2 - embedding.numel())
+        result["prefill"].append({"tokens": tokens, "ms": round(ms, 3), "TFLOPs": round(flops / ms / 1e9, 1)})
+        print(result["prefill"][-1], flush=True)
+    args.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
