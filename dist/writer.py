@@ -5,6 +5,7 @@ trace; a reader never sees half a bundle. What the members mean is not known her
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import os
 import shutil
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 from relaxpack.dist.integrity import check_member_name, sha256_stream
 from relaxpack.dist.manifest import MANIFEST, Manifest, Member
@@ -33,7 +34,9 @@ class BundleWriter:
 
     def __init__(self, path: str | Path, force: bool = False) -> None:
         self.path = Path(path)
-        self._partial = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
+        self._destination = Path(os.path.abspath(path))   # has a name even where the path ends in ".."
+        self._partial = self._destination.with_name(f"{self._destination.name}.partial-{os.getpid()}")
+        self._lock: BinaryIO | None = None
         self._folder = self._partial / "bundle"
         self._members: set[str] = set()
         self._params: dict[str, list[str]] = {}   # stem → tensor names written
@@ -42,14 +45,19 @@ class BundleWriter:
 
     def __enter__(self) -> BundleWriter:
         with self._disk_errors():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            remove_stale(self.path)
-            self._folder.mkdir(parents=True)
+            self._destination.parent.mkdir(parents=True, exist_ok=True)
+            remove_stale(self._destination)
+            self._partial.mkdir()
+            self._lock = (self._partial / "lock").open("wb")   # held while this writer lives
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._folder.mkdir()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
         shutil.rmtree(self._partial, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
         if isinstance(error, OSError):
             self._explain(error)
         if kind is None and not self._finished:
@@ -113,7 +121,7 @@ class BundleWriter:
                 self.require_space(sum(member.bytes for member in members.values()))
                 result = self._partial / "bundle.rpk"
                 write_single_file(store, list(members), result)
-            _put(result, self.path, self._partial / "replaced")
+            _put(result, self._destination, self._partial / "replaced")
         self._finished = True
         return manifest
 
@@ -150,6 +158,8 @@ def check_destination(path: Path, force: bool) -> None:
 
     if not path.exists() and not path.is_symlink():
         return
+    if path.resolve() == Path.cwd():
+        refuse("is the folder you stand in; choose another -o path")
     if path.is_dir() and not any(path.iterdir()):
         return
     try:
@@ -163,9 +173,12 @@ def check_destination(path: Path, force: bool) -> None:
 def remove_stale(path: Path) -> None:
     """Remove what dead processes left of an earlier writing of `path`."""
     for partial in path.parent.glob(f"{glob.escape(path.name)}.partial-*"):
-        pid = partial.name.rpartition("-")[2]
-        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-            shutil.rmtree(partial, ignore_errors=True)
+        try:
+            with (partial / "lock").open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(partial, ignore_errors=True)
+        except OSError:
+            pass   # somebody is writing there, or just began to
 
 
 def _put(result: Path, path: Path, aside: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -127,11 +128,22 @@ def test_a_folder_is_replaced_by_a_single_file_and_back(tmp_path: Path) -> None:
 
 
 def test_what_dead_writers_left_is_removed(tmp_path: Path) -> None:
-    dead, alive = tmp_path / "x.bundle.partial-4194305", tmp_path / f"x.bundle.partial-{os.getppid()}"
-    for folder in (dead, alive):
+    dead, alive, new = (tmp_path / f"x.bundle.partial-{pid}" for pid in (1, 2, 3))
+    for folder in (dead, alive, new):
         folder.mkdir()
-    write_bundle(tmp_path / "x.bundle")
-    assert not dead.exists() and alive.exists()
+    (dead / "lock").touch()
+    with (alive / "lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write_bundle(tmp_path / "x.bundle")
+    assert not dead.exists() and alive.exists() and new.exists()
+
+
+def test_the_folder_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for path, message in ((".", "you stand in"), ("..", "not a bundle")):
+        with pytest.raises(BundleError, match=message):
+            write_bundle(Path(path), force=True)
 
 
 def test_a_full_disk_is_named_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
