@@ -100,25 +100,36 @@ class Engine:
         salt: str = "",
     ) -> Request:
         """Queue a request. Raises RequestError when it can never be answered."""
+        return self.admit(self.prepare(prompt_ids, params, request_id=request_id, salt=salt))
+
+    def prepare(
+        self, prompt_ids: Seq[int], params: SamplingParams | None = None, *, request_id: str | None = None,
+        salt: str = "",
+    ) -> Request:
+        """Check a request and compile its grammar. Changes nothing, so any thread may call it; then `admit` it."""
         params = params or SamplingParams()
-        request_id = request_id if request_id is not None else f"request-{next(self._names)}"
-        if request_id in self._requests:
-            raise RequestError(f"a request with id {request_id!r} is already running: choose another id")
         limit = self.check(prompt_ids, params)
         constraint = self._constraint(params)
-        request = Request(request_id, prompt_ids, params, salt)
+        request = Request(request_id if request_id is not None else f"request-{next(self._names)}", prompt_ids, params,
+                          salt)
         request.token_limit = limit
-        end_ids = self.end_token_ids if not params.ignore_eos else frozenset()
-        request.end_ids = end_ids | set(params.stop_token_ids)
+        request.end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_token_ids)
         for index in range(params.n):
             token_ids = list(request.prompt_ids)
             own = constraint if index == 0 or constraint is None else constraint.fork()
             state = SamplingState(params, sequence_key(params.seed, index), token_ids, len(token_ids),
                                   request.end_ids, own)
             request.sequences.append(Sequence(request, index, token_ids, state))
-        self._requests[request_id] = request
+        return request
+
+    def admit(self, request: Request) -> Request:
+        """Queue a prepared request."""
+        if request.id in self._requests:
+            raise RequestError(f"a request with id {request.id!r} is already running: choose another id")
+        self._requests[request.id] = request
         self.scheduler.add(request.sequences[0])        # the others fork from it where the prompt ends
         self.metrics.requests += 1
+        self._update_gauges()
         return request
 
     def check(self, prompt_ids: Seq[int], params: SamplingParams) -> int:
@@ -154,7 +165,7 @@ class Engine:
     def cancel(self, request: Request | str) -> list[TokenEvent]:
         """Abort a request, between two steps; unknown and finished ones are ignored."""
         found = self._requests.get(request if isinstance(request, str) else request.id)
-        if found is None:
+        if found is None or (isinstance(request, Request) and found is not request):
             return []
         return [self.finish(s, FinishReason.ABORT) for s in found.sequences if s.status is not SequenceStatus.FINISHED]
 
@@ -209,10 +220,15 @@ class Engine:
                 event.finish_reason = FinishReason.STOP
             elif len(token_ids) >= request.token_limit:
                 event.finish_reason = FinishReason.LENGTH
-            if sequence.sampling.constraint is not None and event.finish_reason is not FinishReason.STOP:
-                sequence.sampling.constraint.accept(token_id)
+            error = None
+            constraint = sequence.sampling.constraint
+            if constraint is not None and event.finish_reason is not FinishReason.STOP:
+                if not constraint.accept(token_id):
+                    event.finish_reason, error = FinishReason.ERROR, f"the grammar does not allow token {token_id}"
+                elif constraint.complete:
+                    event.finish_reason = FinishReason.STOP
             if event.finish_reason is not None:
-                self._end(sequence, event.finish_reason)
+                self._end(sequence, event.finish_reason, error)
             events.append(event)
         metrics = self.metrics
         metrics.steps += 1
