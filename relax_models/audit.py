@@ -54,7 +54,7 @@ class KeyReader:
     """Reads one foreign dict and remembers which keys were asked for.
 
     A null value counts as absent: published configs write null for "default". `allowed` names keys that the user
-    accepts unread (`--ignore-key`).
+    accepts unread (`--ignore-config-key`).
     """
 
     def __init__(self, file: str, data: Mapping[str, Any], audit: ConfigAudit, allowed: Iterable[str] = (),
@@ -130,4 +130,4 @@ class KeyReader:
         if unknown:
             listed = ", ".join(f"{self.prefix + k} = {shorten(self.data[k])}" for k in sorted(unknown))
             raise ConfigError(f"{self.file}: unknown {'keys' if len(unknown) > 1 else 'key'}: {listed}. It may change "
-                              f"what the model computes; accept with --ignore-key {sorted(unknown)[0]} if it does not")
+                              f"what the model computes; if it does not: --ignore-config-key {sorted(unknown)[0]}")

@@ -105,7 +105,7 @@ def test_windows(family: str, changes: dict[str, Any], windows: tuple[int | None
     ("llama", {"rms_norm_eps": 2.0}, ["epsilon", "2.0"]),
     ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq", "GGUF"]),
     ("llama", {"rope_interleaved": True}, ["rope_interleaved", "True"]),
-    ("llama", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping = 50.0", "--ignore-key"]),
+    ("llama", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping = 50.0", "--ignore-config-key"]),
     ("mistral", {"attention_bias": True}, ["attention_bias", "True"]),
     ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "mistral"]),
     ("qwen2", {"attention_bias": False}, ["attention_bias", "False"]),
