@@ -39,7 +39,7 @@ lint: $(READY)  ## style, types, and which part may import which
 	$(BIN)/lint-imports
 
 bench: $(DEMO)/manifest.json  ## the demo model against its peers; results in benchmarks/results
-	$(BIN)/python -m benchmarks.peers $(DEMO)
+	$(BIN)/python benchmarks/cpu_peers.py --bundle $(DEMO) --out benchmarks/results/cpu_peers-$(shell date +%F).json
 
 build: $(READY)  ## a wheel in build/wheels
 	rm -rf build/lib build/bdist.*
