@@ -22,9 +22,11 @@ typedef unsigned char uchar;
 #define CUDART_INF_F __builtin_inff()
 #define CUDART_NAN_F __builtin_nanf("")
 
+struct __half_raw { unsigned short x; };
 struct half {
   uint16_t bits;
   half() = default;
+  half(__half_raw r) : bits(r.x) {}
   half(float f) : bits(_cvtss_sh(f, 0)) {}
   operator float() const { return _cvtsh_ss(bits); }
 };

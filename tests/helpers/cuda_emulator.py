@@ -76,7 +76,7 @@ class EmulatedModule:
     def __init__(self, source: str) -> None:
         body = source[source.index("#define ushort unsigned short"):]
         body = body[body.index("#endif") + len("#endif"):]
-        body = ASM.sub(_translate, body)
+        body = ASM.sub(_translate, re.sub(r"#include <\w+\.h>\n", "", body))
         self.parameters: dict[str, list[tuple[str, str]]] = {}
         wrappers = []
         for m in re.finditer(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^)]*)\);', body):
@@ -89,9 +89,9 @@ class EmulatedModule:
         body = body.replace("__cvta_generic_to_shared(p)", "(unsigned)((unsigned char*)p - emu::smem)")
         body = re.sub(r"\b__shared__ ", "static ", body)
         prelude = ('#include "cuda_emulator.h"\n'
-                   "static inline void memcpy4(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, const void* p) {\n"
+                   "template <class V> void memcpy4(V& a, V& b, V& c, V& d, const void* p) {\n"
                    "  if ((uintptr_t)p % 16) { fprintf(stderr, \"16-byte load not aligned\\n\"); abort(); }\n"
-                   "  const uint32_t* q = (const uint32_t*)p; a = q[0]; b = q[1]; c = q[2]; d = q[3]; }\n")
+                   "  const V* q = (const V*)p; a = q[0]; b = q[1]; c = q[2]; d = q[3]; }\n")
         text = prelude + body + "\n" + "\n".join(wrappers) + "\n"
         key = hashlib.sha256((text + (HERE / "cuda_emulator.h").read_text()
                               + (HERE / "cuda_emulator.cc").read_text()).encode()).hexdigest()[:24]

@@ -1,0 +1,641 @@
+"""Sampling on the GPU: logits to token ids without a sort and without the host.
+
+Stage one (many blocks a row) finds the maximum, the softmax sum, bad values, the greedy choice and, for rows without a
+filter, the drawn token. Stage two (one block a row) combines these and, where top_k, top_p or min_p is set, finds the
+lowest kept logit by a radix search over the distance from the maximum: counts and probability masses per bin are
+integers, so the answer does not depend on the order of atomics. A draw is the largest of -distance + Gumbel noise over
+the kept tokens; noise comes from Philox4x32-10 with key (seed) and counter (token / 4, position).
+
+With a filter set, tokens less likely than e^-32 times the likeliest are never drawn. The floor is two to three reads
+of the logits from L2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import relaxpack.tvm_setup  # noqa: F401
+from tvm.script import tirx as T
+
+from relaxpack.kernel_spec import SAMPLING_COUNTERS, SAMPLING_SETTINGS, Kernel, SamplingSpec, Stage
+from relaxpack.schedules.kernels.cuda.fragments import EXP2, LOG2_E, finish, shuffle, shuffle_up, shuffle_xor
+
+SCAN_THREADS, SCAN_VECTORS = 256, 2          # 2048 logits a block in stage one
+THREADS, VECTORS = 512, 4                    # 8192 logits a round in stage two
+BINS, CANDIDATES = 2048, 4096
+KEY_BITS, KEY_SCALE = 31, float(1 << 26)     # key = distance * 2^26, distance < 32
+DISTANCE_LIMIT = 31.999
+MASS_SCALE = float(1 << 31)
+IN_PROMPT = 1 << 30
+PHILOX = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85)
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(len(SAMPLING_SETTINGS))
+TOP_K, SEED_LOW, SEED_HIGH, POSITION, COUNTS_ROW, CONSTRAINED = range(len(SAMPLING_COUNTERS))
+
+
+def scan_blocks(vocab_size: int) -> int:
+    return -(-vocab_size // (SCAN_THREADS * SCAN_VECTORS * 4))
+
+
+def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
+    V, MASKED = spec.vocab_size, spec.constrained
+    WORDS, BLOCKS = -(-V // 32), scan_blocks(spec.vocab_size)
+    WIDE, WARPS, PER = V % 4 == 0, THREADS // 32, BINS // THREADS
+
+    @T.inline
+    def philox(word, key, first, position, seed_low, seed_high):
+        word[0] = T.Cast("uint32", first >> 2)
+        word[1] = T.Cast("uint32", position)
+        word[2] = T.uint32(0)
+        word[3] = T.uint32(0)
+        key[0] = T.Cast("uint32", seed_low)
+        key[1] = T.Cast("uint32", seed_high)
+        for i in T.unroll(10):
+            key[2] = word[1]
+            key[3] = word[3]
+            key[4] = T.Cast("uint32", (T.Cast("uint64", word[0]) * T.uint64(PHILOX[0])) >> T.uint64(32))
+            key[5] = word[0] * T.uint32(PHILOX[0])
+            word[0] = T.Cast("uint32", (T.Cast("uint64", word[2]) * T.uint64(PHILOX[1])) >> T.uint64(32)) ^ key[2] ^ key[0]
+            word[1] = word[2] * T.uint32(PHILOX[1])
+            word[2] = key[4] ^ key[3] ^ key[1]
+            word[3] = key[5]
+            key[0] = key[0] + T.uint32(PHILOX[2])
+            key[1] = key[1] + T.uint32(PHILOX[3])
+
+    @T.inline
+    def gumbel(result, word):
+        # -log(-log(1 - v)), v uniform in (0, 1); the series keeps small v exact
+        result = (T.Cast("float32", word >> T.uint32(8)) + T.float32(0.5)) * T.float32(2.0**-24)
+        if result < T.float32(1.0 / 64):
+            result = result * (T.float32(1) + result * (T.float32(0.5) + result * (
+                T.float32(1.0 / 3) + result * T.float32(0.25))))
+        else:
+            result = -T.log(T.float32(1) - result)
+        result = -T.log(result)
+
+    @T.inline
+    def load4(values, seen, logits, counts, row, counts_row, first, offset):
+        # logits and counts of tokens first .. first + 3; -inf beyond the vocabulary
+        for i in T.unroll(4):
+            values[offset + i] = T.float32("-inf")
+            seen[offset + i] = 0
+        if WIDE:
+            if first < V:
+                T.ptx["ld.global.nc.v4.b32"](values[offset], values[offset + 1], values[offset + 2], values[offset + 3],
+                                             logits.ptr_to([row, first]))
+                if counts_row >= 0:
+                    T.ptx["ld.global.v4.b32"](seen[offset], seen[offset + 1], seen[offset + 2], seen[offset + 3],
+                                              counts.ptr_to([counts_row, first]))
+        else:
+            for i in T.unroll(4):
+                if first + i < V:
+                    values[offset + i] = logits[row, first + i]
+                    if counts_row >= 0:
+                        seen[offset + i] = counts[counts_row, first + i]
+
+    @T.inline
+    def adjust(value, seen, token, row, settings, counters, allowed, scale):
+        # penalties, constraint, temperature
+        if seen != 0:
+            value = T.if_then_else(value > T.float32(0), value / settings[row, REPETITION],
+                                   value * settings[row, REPETITION])
+            if (seen & (IN_PROMPT - 1)) > 0:
+                value = value - settings[row, PRESENCE] - settings[row, FREQUENCY] * T.Cast(
+                    "float32", seen & (IN_PROMPT - 1))
+        if MASKED:
+            if T.And(counters[row, CONSTRAINED] == 1, token < V):
+                if ((allowed[row, token // 32] >> (token % 32)) & 1) == 0:
+                    value = T.float32("-inf")
+        value = value * scale
+
+    @T.inline
+    def better(best, token, value, other):
+        if T.Or(value > best, T.And(value == best, other < token)):
+            best = value
+            token = other
+
+    @T.inline
+    def combine_sums(peak, total, other_peak, other_total):
+        # (maximum, sum of exp relative to it) of two parts, the second possibly empty (-inf, 0)
+        if other_peak > T.float32("-inf"):
+            if peak >= other_peak:
+                total = total + other_total * T.exp(other_peak - peak)
+            else:
+                total = other_total + T.if_then_else(peak > T.float32("-inf"), total * T.exp(peak - other_peak),
+                                                     T.float32(0))
+                peak = other_peak
+    @T.inline
+    def scan(logits, settings, counters, counts, allowed, sums, picks, part, row, tx):
+        pool = T.SMEMPool()
+        shared_f = pool.alloc((4, SCAN_THREADS // 32), "float32", align=16)
+        shared_i = pool.alloc((3, SCAN_THREADS // 32), "int32", align=16)
+        pool.commit()
+        lane = T.meta_var(tx % 32)
+        warp = T.meta_var(tx // 32)
+        x = T.alloc_buffer((4 * SCAN_VECTORS,), "float32", scope="local")
+        seen = T.alloc_buffer((4 * SCAN_VECTORS,), "int32", scope="local")
+        word = T.alloc_buffer((4,), "uint32", scope="local")
+        key = T.alloc_buffer((6,), "uint32", scope="local")
+        peak: T.float32                       # of the raw logits
+        total: T.float32
+        best: T.float32                       # of the adjusted logits
+        best_token: T.int32
+        score: T.float32                      # of adjusted logits plus noise
+        score_token: T.int32
+        bad: T.int32
+        counts_row: T.int32
+        scale: T.float32
+        noisy: T.int32
+        value: T.float32
+        noise: T.float32
+        other: T.int32
+        first: T.int32
+        counts_row = counters[row, COUNTS_ROW]
+        scale = T.if_then_else(settings[row, TEMPERATURE] > T.float32(0), T.float32(1) / settings[row, TEMPERATURE],
+                               T.float32(1))
+        noisy = T.if_then_else(T.And(T.And(settings[row, TEMPERATURE] > T.float32(0), counters[row, TOP_K] <= 0),
+                                     T.And(settings[row, TOP_P] >= T.float32(1), settings[row, MIN_P] <= T.float32(0))),
+                               1, 0)
+        for j in T.unroll(SCAN_VECTORS):
+            load4(x, seen, logits, counts, row, counts_row,
+                  ((part * SCAN_VECTORS + j) * SCAN_THREADS + tx) * 4, j * 4)
+        peak = T.float32("-inf")
+        bad = 0
+        for i in T.unroll(4 * SCAN_VECTORS):
+            peak = T.max(peak, x[i])
+            bad = bad | T.if_then_else(T.And((T.cuda.float_as_uint(x[i]) & T.uint32(0x7F800000)) == T.uint32(0x7F800000),
+                                             T.cuda.float_as_uint(x[i]) != T.uint32(0xFF800000)), 1, 0)
+        total = T.float32(0)
+        if peak > T.float32("-inf"):
+            for i in T.unroll(4 * SCAN_VECTORS):
+                T.ptx[EXP2](value, (x[i] - peak) * T.float32(LOG2_E))
+                total = total + value
+        best = T.float32("-inf")
+        best_token = V
+        score = T.float32("-inf")
+        score_token = V
+        for j in T.unroll(SCAN_VECTORS):
+            first = ((part * SCAN_VECTORS + j) * SCAN_THREADS + tx) * 4
+            if noisy == 1:
+                philox(word, key, first, counters[row, POSITION], counters[row, SEED_LOW], counters[row, SEED_HIGH])
+            for i in T.unroll(4):
+                value = x[j * 4 + i]
+                if value > T.float32("-inf"):
+                    adjust(value, seen[j * 4 + i], first + i, row, settings, counters, allowed, scale)
+                    better(best, best_token, value, first + i)
+                    if noisy == 1:
+                        gumbel(noise, word[i])
+                        better(score, score_token, value + noise, first + i)
+        for i in T.unroll(5):
+            value = shuffle_xor(peak, 1 << i)
+            noise = shuffle_xor(total, 1 << i)
+            combine_sums(peak, total, value, noise)
+            value = shuffle_xor(best, 1 << i)
+            other = shuffle_xor(best_token, 1 << i)
+            better(best, best_token, value, other)
+            value = shuffle_xor(score, 1 << i)
+            other = shuffle_xor(score_token, 1 << i)
+            better(score, score_token, value, other)
+            bad = bad | shuffle_xor(bad, 1 << i)
+        if lane == 0:
+            shared_f[0, warp] = peak
+            shared_f[1, warp] = total
+            shared_f[2, warp] = best
+            shared_f[3, warp] = score
+            shared_i[0, warp] = best_token
+            shared_i[1, warp] = score_token
+            shared_i[2, warp] = bad
+        T.cuda.cta_sync()
+        if tx == 0:
+            for w in T.unroll(SCAN_THREADS // 32 - 1):
+                combine_sums(peak, total, shared_f[0, w + 1], shared_f[1, w + 1])
+                better(best, best_token, shared_f[2, w + 1], shared_i[0, w + 1])
+                better(score, score_token, shared_f[3, w + 1], shared_i[1, w + 1])
+                bad = bad | shared_i[2, w + 1]
+            sums[row, part, 0] = peak
+            sums[row, part, 1] = total
+            sums[row, part, 2] = best
+            sums[row, part, 3] = score
+            picks[row, part, 0] = best_token
+            picks[row, part, 1] = score_token
+            picks[row, part, 2] = bad
+            picks[row, part, 3] = 0
+
+    @T.inline
+    def pick(logits, settings, counters, counts, allowed, sums, picks, token_ids, logprobs, row, tx):
+        pool = T.SMEMPool()
+        bin_count = pool.alloc((BINS,), "uint32", align=16)
+        bin_low = pool.alloc((BINS,), "uint32", align=16)            # mass, low and high words
+        bin_high = pool.alloc((BINS,), "uint32", align=16)
+        list_key = pool.alloc((CANDIDATES,), "uint32", align=16)
+        list_token = pool.alloc((CANDIDATES,), "int32", align=16)
+        warp_mass = pool.alloc((WARPS,), "uint64", align=16)
+        found_mass = pool.alloc((2,), "uint64", align=16)            # before the bin found, and its own
+        warp_count = pool.alloc((WARPS,), "int32", align=16)
+        found = pool.alloc((4,), "int32", align=16)                  # bin, count before, own count, list length
+        shared_f = pool.alloc((max(WARPS, 4),), "float32", align=16)
+        shared_i = pool.alloc((max(WARPS, 4),), "int32", align=16)
+        pool.commit()
+        lane = T.meta_var(tx % 32)
+        warp = T.meta_var(tx // 32)
+        x = T.alloc_buffer((4 * VECTORS,), "float32", scope="local")
+        seen = T.alloc_buffer((4 * VECTORS,), "int32", scope="local")
+        word = T.alloc_buffer((4,), "uint32", scope="local")
+        key = T.alloc_buffer((6,), "uint32", scope="local")
+        own_count = T.alloc_buffer((PER,), "int32", scope="local")
+        own_mass = T.alloc_buffer((PER,), "uint64", scope="local")
+        peak: T.float32
+        total: T.float32
+        best: T.float32
+        best_token: T.int32
+        score: T.float32
+        score_token: T.int32
+        bad: T.int32
+        token: T.int32
+        value: T.float32
+        distance: T.float32
+        noise: T.float32
+        scale: T.float32
+        counts_row: T.int32
+        other: T.int32
+        index: T.int32
+        base: T.int32
+        item_key: T.uint32
+        cut: T.uint32                         # largest key kept
+        mass: T.uint32
+        old: T.uint32
+        shift: T.uint32
+        bin_mask: T.uint32
+        prefix_shift: T.uint32
+        prefix: T.uint32
+        from_list: T.int32
+        items: T.int32
+        need_k: T.int32
+        need_p: T.int32
+        by_mass: T.int32
+        step: T.int32
+        level: T.int32
+        sum_count: T.int32
+        sum_mass: T.uint64
+        before_count: T.int32
+        before_mass: T.uint64
+        all_count: T.int32
+        all_mass: T.uint64
+        kept_mass: T.uint64
+        target: T.uint64
+        passed: T.uint64
+        amount: T.uint64
+
+        @T.inline
+        def visit(kind):
+            # one token within reach: item_key, distance and index are set
+            if kind == "histogram":
+                if T.And(item_key <= cut, (item_key >> prefix_shift) == prefix):
+                    T.ptx[EXP2](noise, distance * T.float32(-LOG2_E))
+                    mass = T.Cast("uint32", noise * T.float32(MASS_SCALE) + T.float32(0.5))
+                    base_bin = T.meta_var(T.Cast("int32", (item_key >> shift) & bin_mask))
+                    other = base_bin
+                    T.cuda.atomic_add(bin_count.ptr_to([other]), T.uint32(1))
+                    old = T.cuda.atomic_add(bin_low.ptr_to([other]), mass)
+                    if old + mass < mass:
+                        T.cuda.atomic_add(bin_high.ptr_to([other]), T.uint32(1))
+            elif kind == "gather":
+                if item_key <= cut:
+                    other = T.cuda.atomic_add(found.ptr_to([3]), T.int32(1))
+                    list_key[other] = item_key
+                    list_token[other] = index
+            elif item_key <= cut:
+                philox(word, key, index, counters[row, POSITION], counters[row, SEED_LOW], counters[row, SEED_HIGH])
+                old = T.if_then_else(index % 4 < 2, T.if_then_else(index % 4 == 0, word[0], word[1]),
+                                     T.if_then_else(index % 4 == 2, word[2], word[3]))
+                gumbel(noise, old)
+                better(score, score_token, noise - distance, index)
+
+        @T.inline
+        def sweep(kind):
+            base = 0
+            while base < V:
+                for j in T.unroll(VECTORS):
+                    load4(x, seen, logits, counts, row, counts_row, base + (j * THREADS + tx) * 4, j * 4)
+                for j in T.unroll(VECTORS):
+                    for i in T.unroll(4):
+                        value = x[j * 4 + i]
+                        if value > T.float32("-inf"):
+                            index = base + (j * THREADS + tx) * 4 + i
+                            adjust(value, seen[j * 4 + i], index, row, settings, counters, allowed, scale)
+                            distance = best - value
+                            if distance < T.float32(DISTANCE_LIMIT):
+                                item_key = T.Cast("uint32", distance * T.float32(KEY_SCALE))
+                                visit(kind)
+                base = base + THREADS * VECTORS * 4
+
+        @T.inline
+        def walk(kind):
+            # over the candidate list if there is one, else over the row
+            if from_list == 1:
+                base = tx
+                while base < items:
+                    item_key = list_key[base]
+                    index = list_token[base]
+                    distance = T.Cast("float32", item_key) * T.float32(1.0 / KEY_SCALE)
+                    visit(kind)
+                    base = base + THREADS
+            else:
+                sweep(kind)
+
+        @T.inline
+        def histogram():
+            for i in T.unroll(PER):
+                bin_count[tx * PER + i] = T.uint32(0)
+                bin_low[tx * PER + i] = T.uint32(0)
+                bin_high[tx * PER + i] = T.uint32(0)
+            T.cuda.cta_sync()
+            walk("histogram")
+            T.cuda.cta_sync()
+
+        @T.inline
+        def sum_bins():
+            # before_*: what lies in the bins before this thread's; all_*: everything
+            sum_count = 0
+            sum_mass = T.uint64(0)
+            for i in T.unroll(PER):
+                own_count[i] = T.Cast("int32", bin_count[tx * PER + i])
+                own_mass[i] = (T.Cast("uint64", bin_high[tx * PER + i]) << T.uint64(32)) + T.Cast(
+                    "uint64", bin_low[tx * PER + i])
+                sum_count = sum_count + own_count[i]
+                sum_mass = sum_mass + own_mass[i]
+            before_count = sum_count
+            before_mass = sum_mass
+            scan_lanes()
+            before_count = sum_count - before_count
+            before_mass = sum_mass - before_mass
+            if lane == 31:
+                warp_count[warp] = sum_count
+                warp_mass[warp] = sum_mass
+            T.cuda.cta_sync()
+            sum_count = 0
+            sum_mass = T.uint64(0)
+            if lane < WARPS:
+                sum_count = warp_count[lane]
+                sum_mass = warp_mass[lane]
+            scan_lanes()
+            all_count = shuffle(sum_count, 31)
+            all_mass = shuffle(sum_mass, 31)
+            other = shuffle_up(sum_count, 1)
+            amount = shuffle_up(sum_mass, 1)
+            if lane == 0:
+                other = 0
+                amount = T.uint64(0)
+            before_count = before_count + shuffle(other, warp)
+            before_mass = before_mass + shuffle(amount, warp)
+
+        @T.inline
+        def scan_lanes():
+            for i in T.unroll(5):
+                other = shuffle_up(sum_count, 1 << i)
+                amount = shuffle_up(sum_mass, 1 << i)
+                if lane >= (1 << i):
+                    sum_count = sum_count + other
+                    sum_mass = sum_mass + amount
+
+        @T.inline
+        def select():
+            # the first bin at whose end `target` (count or mass) is reached
+            for i in T.unroll(PER):
+                passed = T.if_then_else(by_mass == 1, before_mass, T.Cast("uint64", before_count))
+                amount = T.if_then_else(by_mass == 1, own_mass[i], T.Cast("uint64", own_count[i]))
+                if T.And(passed < target, target <= passed + amount):
+                    found[0] = tx * PER + i
+                    found[1] = before_count
+                    found[2] = own_count[i]
+                    found_mass[0] = before_mass
+                    found_mass[1] = own_mass[i]
+                before_count = before_count + own_count[i]
+                before_mass = before_mass + own_mass[i]
+            T.cuda.cta_sync()
+
+        @T.inline
+        def mass_target(of):
+            target = T.Cast("uint64", T.ceil(T.Cast("float64", settings[row, TOP_P]) * T.Cast("float64", of)))
+            target = T.max(T.min(target, of), T.uint64(1))
+
+        # (a) what stage one found, combined by warp 0 in a fixed order
+        if warp == 0:
+            peak = T.float32("-inf")
+            total = T.float32(0)
+            best = T.float32("-inf")
+            best_token = V
+            score = T.float32("-inf")
+            score_token = V
+            bad = 0
+            index = lane
+            while index < BLOCKS:
+                combine_sums(peak, total, sums[row, index, 0], sums[row, index, 1])
+                better(best, best_token, sums[row, index, 2], picks[row, index, 0])
+                better(score, score_token, sums[row, index, 3], picks[row, index, 1])
+                bad = bad | picks[row, index, 2]
+                index = index + 32
+            for i in T.unroll(5):
+                value = shuffle_xor(peak, 1 << i)
+                noise = shuffle_xor(total, 1 << i)
+                combine_sums(peak, total, value, noise)
+                value = shuffle_xor(best, 1 << i)
+                other = shuffle_xor(best_token, 1 << i)
+                better(best, best_token, value, other)
+                value = shuffle_xor(score, 1 << i)
+                other = shuffle_xor(score_token, 1 << i)
+                better(score, score_token, value, other)
+                bad = bad | shuffle_xor(bad, 1 << i)
+            if lane == 0:
+                shared_f[0] = peak
+                shared_f[1] = total
+                shared_f[2] = best
+                shared_i[0] = best_token
+                shared_i[1] = score_token
+                shared_i[2] = T.if_then_else(T.Or(bad != 0, best_token >= V), 1, 0)
+                found[3] = 0
+        T.cuda.cta_sync()
+        peak = shared_f[0]
+        total = shared_f[1]
+        best = shared_f[2]
+        best_token = shared_i[0]
+        token = shared_i[1]
+        bad = shared_i[2]
+        counts_row = counters[row, COUNTS_ROW]
+        scale = T.float32(1)
+        # (b) rows with a filter
+        if settings[row, TEMPERATURE] <= T.float32(0):
+            token = best_token
+        elif T.And(bad == 0, T.Or(counters[row, TOP_K] > 0, T.Or(settings[row, TOP_P] < T.float32(1),
+                                                                settings[row, MIN_P] > T.float32(0)))):
+            scale = T.float32(1) / settings[row, TEMPERATURE]
+            cut = T.uint32((1 << KEY_BITS) - 1)
+            shift = T.uint32(20)
+            bin_mask = T.uint32(BINS - 1)
+            prefix_shift = T.uint32(KEY_BITS)
+            prefix = T.uint32(0)
+            from_list = 0
+            items = 0
+            need_k = T.if_then_else(counters[row, TOP_K] > 0, 1, 0)
+            need_p = T.if_then_else(settings[row, TOP_P] < T.float32(1), 1, 0)
+            if T.Or(need_k == 1, need_p == 1):
+                histogram()
+                sum_bins()
+                kept_mass = all_mass
+                need_k = T.if_then_else(T.And(need_k == 1, counters[row, TOP_K] < all_count), 1, 0)
+                if T.Or(need_k == 1, need_p == 1):
+                    by_mass = 1 - need_k
+                    if need_k == 1:
+                        target = T.Cast("uint64", counters[row, TOP_K])
+                    else:
+                        mass_target(kept_mass)
+                    select()
+                    if found[1] + found[2] <= CANDIDATES:
+                        cut = (T.Cast("uint32", found[0] + 1) << T.uint32(20)) - T.uint32(1)
+                        sweep("gather")
+                        T.cuda.cta_sync()
+                        items = found[3]
+                        from_list = 1
+                    step = 0
+                    while step < 2:
+                        by_mass = step
+                        if T.if_then_else(step == 0, need_k, need_p) == 1:
+                            if step == 1:
+                                mass_target(kept_mass)
+                            else:
+                                target = T.Cast("uint64", counters[row, TOP_K])
+                            kept_mass = T.uint64(0)
+                            prefix = T.uint32(0)
+                            level = 0
+                            while level < 3:
+                                shift = T.Cast("uint32", 20 - 10 * level)
+                                bin_mask = T.if_then_else(level == 0, T.uint32(BINS - 1), T.uint32(1023))
+                                prefix_shift = T.if_then_else(level == 0, T.uint32(KEY_BITS),
+                                                              T.Cast("uint32", 30 - 10 * level))
+                                histogram()
+                                sum_bins()
+                                select()
+                                target = target - T.if_then_else(by_mass == 1, found_mass[0], T.Cast("uint64", found[1]))
+                                kept_mass = kept_mass + found_mass[0]
+                                prefix = (prefix << T.uint32(10)) | T.Cast("uint32", found[0])
+                                level = level + 1
+                            kept_mass = kept_mass + found_mass[1]
+                            cut = prefix
+                        step = step + 1
+            if settings[row, MIN_P] > T.float32(0):
+                distance = T.min(T.max(-T.log(settings[row, MIN_P]), T.float32(0)), T.float32(DISTANCE_LIMIT))
+                cut = T.min(cut, T.Cast("uint32", distance * T.float32(KEY_SCALE)))
+            score = T.float32("-inf")
+            score_token = V
+            walk("draw")
+            for i in T.unroll(5):
+                value = shuffle_xor(score, 1 << i)
+                other = shuffle_xor(score_token, 1 << i)
+                better(score, score_token, value, other)
+            T.cuda.cta_sync()
+            if lane == 0:
+                shared_f[warp] = score
+                shared_i[warp] = score_token
+            T.cuda.cta_sync()
+            for w in T.unroll(WARPS):
+                better(score, score_token, shared_f[w], shared_i[w])
+            token = score_token
+        # (c) the answer
+        if tx == 0:
+            if bad != 0:
+                token_ids[row] = -1
+                logprobs[row] = T.cuda.uint_as_float(T.uint32(0x7FC00000))
+            else:
+                token_ids[row] = token
+                logprobs[row] = logits[row, token] - peak - T.log(total)
+                if counts_row >= 0:
+                    counts[counts_row, token] = counts[counts_row, token] + 1
+
+    if MASKED:
+        @T.prim_func
+        def sample_scan(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
+                        allowed_h: T.handle, sums_h: T.handle, picks_h: T.handle):
+            b = T.int64()
+            c = T.int64()
+            logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
+            settings = T.match_buffer(settings_h, (b, 8), "float32")
+            counters = T.match_buffer(counters_h, (b, 8), "int32")
+            counts = T.match_buffer(counts_h, (c, V), "int32", align=16)
+            allowed = T.match_buffer(allowed_h, (b, WORDS), "int32")
+            sums = T.match_buffer(sums_h, (b, BLOCKS, 4), "float32")
+            picks = T.match_buffer(picks_h, (b, BLOCKS, 4), "int32")
+            T.device_entry()
+            part, row = T.cta_id([BLOCKS, T.Cast("int32", b)])
+            tx = T.thread_id([SCAN_THREADS])
+            scan(logits, settings, counters, counts, allowed, sums, picks, part, row, tx)
+
+        @T.prim_func
+        def sample_pick(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
+                        allowed_h: T.handle, sums_h: T.handle, picks_h: T.handle, token_ids_h: T.handle,
+                        logprobs_h: T.handle):
+            b = T.int64()
+            c = T.int64()
+            logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
+            settings = T.match_buffer(settings_h, (b, 8), "float32")
+            counters = T.match_buffer(counters_h, (b, 8), "int32")
+            counts = T.match_buffer(counts_h, (c, V), "int32", align=16)
+            allowed = T.match_buffer(allowed_h, (b, WORDS), "int32")
+            sums = T.match_buffer(sums_h, (b, BLOCKS, 4), "float32")
+            picks = T.match_buffer(picks_h, (b, BLOCKS, 4), "int32")
+            token_ids = T.match_buffer(token_ids_h, (b,), "int32")
+            logprobs = T.match_buffer(logprobs_h, (b,), "float32")
+            T.device_entry()
+            T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+            row = T.cta_id([T.Cast("int32", b)])
+            tx = T.thread_id([THREADS])
+            pick(logits, settings, counters, counts, allowed, sums, picks, token_ids, logprobs, row, tx)
+    else:
+        @T.prim_func
+        def sample_scan(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
+                        sums_h: T.handle, picks_h: T.handle):
+            b = T.int64()
+            c = T.int64()
+            logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
+            settings = T.match_buffer(settings_h, (b, 8), "float32")
+            counters = T.match_buffer(counters_h, (b, 8), "int32")
+            counts = T.match_buffer(counts_h, (c, V), "int32", align=16)
+            sums = T.match_buffer(sums_h, (b, BLOCKS, 4), "float32")
+            picks = T.match_buffer(picks_h, (b, BLOCKS, 4), "int32")
+            T.device_entry()
+            part, row = T.cta_id([BLOCKS, T.Cast("int32", b)])
+            tx = T.thread_id([SCAN_THREADS])
+            scan(logits, settings, counters, counts, None, sums, picks, part, row, tx)
+
+        @T.prim_func
+        def sample_pick(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
+                        sums_h: T.handle, picks_h: T.handle, token_ids_h: T.handle, logprobs_h: T.handle):
+            b = T.int64()
+            c = T.int64()
+            logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
+            settings = T.match_buffer(settings_h, (b, 8), "float32")
+            counters = T.match_buffer(counters_h, (b, 8), "int32")
+            counts = T.match_buffer(counts_h, (c, V), "int32", align=16)
+            sums = T.match_buffer(sums_h, (b, BLOCKS, 4), "float32")
+            picks = T.match_buffer(picks_h, (b, BLOCKS, 4), "int32")
+            token_ids = T.match_buffer(token_ids_h, (b,), "int32")
+            logprobs = T.match_buffer(logprobs_h, (b,), "float32")
+            T.device_entry()
+            T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+            row = T.cta_id([T.Cast("int32", b)])
+            tx = T.thread_id([THREADS])
+            pick(logits, settings, counters, counts, None, sums, picks, token_ids, logprobs, row, tx)
+    return sample_scan, sample_pick
+
+
+def sample(spec: SamplingSpec) -> Kernel:
+    """logits f32[b, V], settings f32[b, 8], counters i32[b, 8], counts i32[c, V] (in place), [allowed i32[b, V/32]] →
+    token_ids i32[b], logprobs f32[b]."""
+    scan, pick = (finish(f) for f in _functions(spec))
+    masked = ("allowed",) if spec.constrained else ()
+    name = f"sample_v{spec.vocab_size}" + ("_constrained" if masked else "")
+    given = ("logits", "settings", "counters", "counts", *masked)
+    blocks = scan_blocks(spec.vocab_size)
+    return Kernel((Stage(scan, name + "_scan", inputs=given, outputs=("sums", "picks")),
+                   Stage(pick, name + "_pick", inputs=(*given, "sums", "picks"), outputs=("token_ids", "logprobs"),
+                         inplace=("counts",))),
+                  source="rule:cuda.sample",
+                  temporaries={"sums": (("b", blocks, 4), "float32"), "picks": (("b", blocks, 4), "int32")})
