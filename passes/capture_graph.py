@@ -25,9 +25,21 @@ def PrepareCapture(mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
             continue
         block = func.body.blocks[0]
         result = func.body.body
-        out = relax.Var("captured_result", result.ty)
-        copy = relax.call_pure_packed("vm.builtin.copy", result, ty_args=result.ty)
-        bindings = [*block.bindings, relax.VarBinding(out, copy)]
+        bindings = list(block.bindings)
+
+        def bind(name: str, value: Any, ty: Any, bindings: list[Any] = bindings) -> Any:
+            var = relax.Var(name, ty)
+            bindings.append(relax.VarBinding(var, value))
+            return var
+
+        def copied(var: Any) -> Any:
+            return bind("captured", relax.call_pure_packed("vm.builtin.copy", var, ty_args=var.ty), var.ty)
+
+        if isinstance(result.ty, relax.TupleType):
+            parts = [copied(bind("part", relax.TupleGetItem(result, i), ty)) for i, ty in enumerate(result.ty.fields)]
+            out = bind("captured_result", relax.Tuple(parts), result.ty)
+        else:
+            out = copied(result)
         body = relax.SeqExpr([relax.DataflowBlock(bindings)], out)
         functions[gv] = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
     return tvm.IRModule(functions, attrs=mod.attrs)

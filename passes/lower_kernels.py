@@ -15,7 +15,7 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, KernelProvider, LinearSpec, NormSpec
+from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, KernelProvider, LinearSpec, NormSpec, SamplingSpec
 from relaxpack.passes.fuse_add_norm import ADD_RMS_NORM, RMS_NORM
 from relaxpack.passes.fuse_unpack_matmul import EMBEDDING, LINEAR
 from relaxpack.passes.rewrite import FunctionRewriter, operands_of, placeholder_name
@@ -25,6 +25,7 @@ from tvm.relax.expr_functor import mutator
 
 KERNELS = "relaxpack.kernels"
 PREFILL_ATTENTION, DECODE_ATTENTION = "relaxpack.prefill_attention", "relaxpack.decode_attention"
+SAMPLE = "relaxpack.sample"
 
 
 @mutator
@@ -39,7 +40,7 @@ class _Rewriter(FunctionRewriter):
 
     def _rewrite_function(self, name: str, func: relax.Function) -> relax.Function:
         self.function_name = name
-        self.pages = next(v for v in func.params if v.name == "pages")
+        self.pages = next((v for v in func.params if v.name == "pages"), None)
         self.calls[name] = Counter()
         return super()._rewrite_function(name, func)
 
@@ -56,6 +57,8 @@ class _Rewriter(FunctionRewriter):
             return self._norm(name, call, operands)
         if name in (PREFILL_ATTENTION, DECODE_ATTENTION):
             return self._attention(name, call, operands)
+        if name == SAMPLE:
+            return self._sample(call, operands)
         return None
 
     # -- one method per operation: operands → spec and named buffers --------------------------------------------
@@ -104,6 +107,13 @@ class _Rewriter(FunctionRewriter):
         buffers["q"] = self.emit(self._call(self.provider.rope_append(spec), buffers, {"q": call.ty}))
         attend = self.provider.prefill_attention if name == PREFILL_ATTENTION else self.provider.decode_attention
         return self._call(attend(spec), buffers | {"pages": self.pages}, {"y": call.ty})
+
+    def _sample(self, call: Any, operands: list[Any]) -> Any:
+        logits, settings, counters, counts = operands
+        buffers = {"logits": logits, "settings": settings, "counters": counters, "counts": counts}
+        token_ids, logprobs = call.ty.fields
+        kernel = self.provider.sample(SamplingSpec(int(logits.ty.shape[1])))
+        return self._call(kernel, buffers, {"token_ids": token_ids, "logprobs": logprobs})
 
     # -- plumbing -------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ here once for all families; see docs/architecture.md, "Step functions".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import relaxpack.tvm_setup  # noqa: F401
@@ -29,51 +30,93 @@ class BuildLimits:
         return -(-self.max_context // self.page_size)
 
 
-def export_model(config: ModelConfig, limits: BuildLimits, dtype: str, kv_dtype: str) -> tvm.IRModule:
-    """The module of float weights: parameters after `num_input` are named as in the checkpoint and have `dtype`."""
+def export_model(config: ModelConfig, limits: BuildLimits, dtype: str, kv_dtype: str,
+                 device_sampling: bool = False) -> tvm.IRModule:
+    """The module of float weights: parameters after `num_input` are named as in the checkpoint and have `dtype`.
+
+    With `device_sampling` `decode` also samples (its result is logits, token ids, log-probabilities) and may take the
+    tokens of the last step from the device, and `sample` does the same for the logits of a prefill.
+    """
     builder = relax.BlockBuilder()
-    for name in ("prefill", "decode"):
-        _export_function(builder, name, config, limits, dtype, kv_dtype)
+    _Exporter(builder, config, limits, dtype, kv_dtype, device_sampling).export()
     return builder.get()
 
 
-def _export_function(builder: relax.BlockBuilder, name: str, config: ModelConfig, limits: BuildLimits, dtype: str,
-                     kv_dtype: str) -> None:
-    c, is_prefill = config, name == "prefill"
-    t, b, r, p = (tvm.tirx.Var(n, "int64") for n in "tbrp")
-    sequences = b if is_prefill else t
-
-    def i32(name: str, *shape: object) -> relax.Var:
-        return relax.Var(name, relax.TensorType(list(shape), "int32"))
-
-    token_ids, positions, slots = i32("token_ids", t), i32("positions", t), i32("slots", t)
-    query_start = i32("query_start", b + 1)
-    lengths, page_table = i32("lengths", sequences), i32("page_table", sequences, limits.max_pages)
-    logit_rows = i32("logit_rows", r)
-    pages = relax.Var("pages", relax.TensorType(
-        [c.num_layers, p, 2, c.num_kv_heads, limits.page_size, c.head_dim], kv_dtype))
-    inputs = [token_ids, positions, slots, *([query_start] if is_prefill else []), lengths, page_table,
-              *([logit_rows] if is_prefill else []), pages]
-
-    bounds = {"t": limits.prefill_chunk if is_prefill else limits.max_batch,
-              **({"b": limits.max_batch, "r": limits.prefill_chunk} if is_prefill else {})}
-    attrs = {"num_input": len(inputs), "tir_var_upper_bound": bounds}
-    decoder = Decoder(config, dtype)
-    with builder.function(name, attrs=attrs):
-        with builder.dataflow():
-            logits = _emit(builder, decoder, config, limits, {v.name: v for v in inputs})
-            out = builder.emit_output(logits)
-        builder.emit_func_output(out, [*inputs, *decoder.parameters.values()])
+def _tensor(name: str, dtype: str, *shape: object) -> relax.Var:
+    return relax.Var(name, relax.TensorType(list(shape), dtype))
 
 
-def _emit(builder: relax.BlockBuilder, decoder: Decoder, config: ModelConfig, limits: BuildLimits,
-          inputs: dict[str, relax.Var]) -> ops.Expr:
-    graph = ops.Graph(builder)
-    frequencies, factor = inv_freq(config.rope, limits.max_context)
-    table = ops.rope_table(graph, frequencies, limits.max_context, factor)
-    is_prefill = "query_start" in inputs
-    integers = [table, inputs["positions"], inputs["slots"], inputs["page_table"],
-                *([inputs["query_start"]] if is_prefill else []), inputs["lengths"]]
-    name = ops.PREFILL_ATTENTION if is_prefill else ops.DECODE_ATTENTION
-    step = StepInputs(inputs["token_ids"], inputs["pages"], integers, name, inputs.get("logit_rows"))
-    return decoder(graph, step)
+class _Exporter:
+    def __init__(self, builder: relax.BlockBuilder, config: ModelConfig, limits: BuildLimits, dtype: str, kv_dtype: str,
+                 device_sampling: bool) -> None:
+        self.builder, self.config, self.limits = builder, config, limits
+        self.dtype, self.kv_dtype, self.device_sampling = dtype, kv_dtype, device_sampling
+
+    def export(self) -> None:
+        self._prefill()
+        self._decode()
+        if self.device_sampling:
+            self._sample()
+
+    def _pages(self) -> relax.Var:
+        c, p = self.config, tvm.tirx.Var("p", "int64")
+        return _tensor("pages", self.kv_dtype, c.num_layers, p, 2, c.num_kv_heads, self.limits.page_size, c.head_dim)
+
+    def _prefill(self) -> None:
+        t, b, r = (tvm.tirx.Var(n, "int64") for n in "tbr")
+        inputs = [*(_tensor(n, "int32", t) for n in ("token_ids", "positions", "slots")),
+                  _tensor("query_start", "int32", b + 1), _tensor("lengths", "int32", b),
+                  _tensor("page_table", "int32", b, self.limits.max_pages), _tensor("logit_rows", "int32", r),
+                  self._pages()]
+        bounds = {"t": self.limits.prefill_chunk, "b": self.limits.max_batch, "r": self.limits.prefill_chunk}
+        token_ids, positions, slots, query_start, lengths, page_table, logit_rows, pages = inputs
+        decoder = Decoder(self.config, self.dtype)
+
+        def body(graph: ops.Graph) -> ops.Expr:
+            integers = [self._rope_table(graph), positions, slots, page_table, query_start, lengths]
+            return decoder(graph, StepInputs(token_ids, pages, integers, ops.PREFILL_ATTENTION, logit_rows))
+
+        self._function("prefill", inputs, bounds, decoder, body)
+
+    def _decode(self) -> None:
+        t = tvm.tirx.Var("t", "int64")
+        inputs = [*(_tensor(n, "int32", t) for n in ("token_ids", "positions", "slots", "lengths")),
+                  _tensor("page_table", "int32", t, self.limits.max_pages)]
+        token_ids, positions, slots, lengths, page_table = inputs
+        pages = self._pages()
+        decoder = Decoder(self.config, self.dtype)
+        if self.device_sampling:
+            source, previous = _tensor("token_source", "int32", t), _tensor("previous", "int32", self.limits.max_batch)
+            sampling = self._sampling_inputs(t)
+            inputs += [source, *sampling[:2], previous, sampling[2]]
+
+        def body(graph: ops.Graph) -> ops.Expr:
+            ids = graph.next_token_ids(token_ids, source, previous) if self.device_sampling else token_ids
+            integers = [self._rope_table(graph), positions, slots, page_table, lengths]
+            logits = decoder(graph, StepInputs(ids, pages, integers, ops.DECODE_ATTENTION, None))
+            return relax.Tuple([logits, *graph.sample(logits, *sampling)]) if self.device_sampling else logits
+
+        self._function("decode", [*inputs, pages], {"t": self.limits.max_batch}, decoder, body)
+
+    def _sample(self) -> None:
+        t = tvm.tirx.Var("t", "int64")
+        logits, sampling = _tensor("logits", "float32", t, self.config.vocab_size), self._sampling_inputs(t)
+        self._function("sample", [logits, *sampling], {"t": self.limits.max_batch}, Decoder(self.config, self.dtype),
+                       lambda graph: relax.Tuple([*graph.sample(logits, *sampling)]))
+
+    def _sampling_inputs(self, t: object) -> list[relax.Var]:
+        counts_rows = tvm.tirx.Var("c", "int64")
+        return [_tensor("settings", "float32", t, 8), _tensor("counters", "int32", t, 8),
+                _tensor("counts", "int32", counts_rows, self.config.vocab_size)]
+
+    def _rope_table(self, graph: ops.Graph) -> ops.Expr:
+        frequencies, factor = inv_freq(self.config.rope, self.limits.max_context)
+        return ops.rope_table(graph, frequencies, self.limits.max_context, factor)
+
+    def _function(self, name: str, inputs: list[relax.Var], bounds: dict[str, int], decoder: Decoder,
+                  body: Callable[[ops.Graph], ops.Expr]) -> None:
+        attrs = {"num_input": len(inputs), "tir_var_upper_bound": bounds}
+        with self.builder.function(name, attrs=attrs):
+            with self.builder.dataflow():
+                out = self.builder.emit_output(body(ops.Graph(self.builder)))
+            self.builder.emit_func_output(out, [*inputs, *decoder.parameters.values()])

@@ -14,6 +14,7 @@ from tvm import relax
 # A placeholder op is a `call_dps_packed` of one of these names; `passes/lower_kernels.py` replaces it.
 PREFILL_ATTENTION = "relaxpack.prefill_attention"
 DECODE_ATTENTION = "relaxpack.decode_attention"
+SAMPLE = "relaxpack.sample"
 
 Expr = Any  # tvm.relax.Expr; TVM is untyped
 
@@ -55,6 +56,20 @@ class Graph:
         static = [relax.prim_value(layer), relax.prim_value(window or 0)]
         out = relax.TensorType([qkv.ty.shape[0], width], qkv.ty.dtype)
         return self(relax.call_dps_packed(name, [*operands, *static], out))
+
+    def next_token_ids(self, token_ids: Expr, source: Expr, previous: Expr) -> Expr:
+        """Row by row the token the host gives, or the one the last step sampled into row `source` of `previous`."""
+        zero = relax.const(0, "int32")
+        row = self(relax.op.maximum(source, zero))
+        sampled = self(relax.op.take(previous, row, axis=0, mode="clip"))
+        return self(relax.op.where(self(relax.op.greater_equal(source, zero)), sampled, token_ids))
+
+    def sample(self, logits: Expr, settings: Expr, counters: Expr, counts: Expr) -> tuple[Expr, Expr]:
+        """logits f32[t, V] → token ids i32[t], log-probabilities f32[t]; `counts` is changed in place."""
+        rows = logits.ty.shape[0]
+        both = self(relax.call_dps_packed(SAMPLE, [logits, settings, counters, counts], [
+            relax.TensorType([rows], "int32"), relax.TensorType([rows], "float32")]))
+        return self(relax.TupleGetItem(both, 0)), self(relax.TupleGetItem(both, 1))
 
 
 def rope_table(graph: Graph, inv_freq: Any, max_position: int, attention_factor: float) -> Expr:

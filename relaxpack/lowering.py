@@ -70,7 +70,7 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
                 pipeline: PipelineConfig, dump: Path | None = None,
                 progress: Callable[[str], None] = lambda stage: None) -> Lowered:
     """Export, run the passes, generate code. `dump`: folder for the IR after each phase."""
-    mod = export_model(config, limits, activation_dtype, kv_dtype)
+    mod = export_model(config, limits, activation_dtype, kv_dtype, device_sampling=target.kind == "cuda")
     attention = attention_spec(config, limits, activation_dtype, kv_dtype)
     report: list[dict[str, Any]] = []
     parameters: list[Parameter] = []

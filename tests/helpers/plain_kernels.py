@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
-from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, LinearSpec, NormSpec, Stage, WeightLayout
+from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, LinearSpec, NormSpec, SamplingSpec, Stage, WeightLayout
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
 from tvm.script import tirx as T
 
@@ -218,6 +218,30 @@ def _attention(s: AttentionSpec, prefill: bool) -> Any:
     return prefill_ if prefill else decode
 
 
+def _greedy(vocab: int) -> Any:
+    @T.prim_func(private=True, s_tir=True)
+    def f(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle, ids_h: T.handle,
+          logprobs_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        c = T.int64()
+        logits = T.match_buffer(logits_h, (t, T.int64(vocab)), "float32")
+        settings = T.match_buffer(settings_h, (t, T.int64(8)), "float32")
+        counters = T.match_buffer(counters_h, (t, T.int64(8)), "int32")
+        counts = T.match_buffer(counts_h, (c, T.int64(vocab)), "int32")
+        ids = T.match_buffer(ids_h, (t,), "int32")
+        logprobs = T.match_buffer(logprobs_h, (t,), "float32")
+        for i in range(t):
+            ids[i] = 0
+            for j in range(vocab):
+                if logits[i, j] > logits[i, ids[i]]:
+                    ids[i] = j
+            logprobs[i] = settings[i, 0] * T.float32(0)
+            if counters[i, 4] >= 0:
+                counts[counters[i, 4], ids[i]] = counts[counters[i, 4], ids[i]] + 1
+    return f
+
+
 class PlainKernels:
     """`relaxpack.kernel_spec.KernelProvider` for float32 weights, activations and pages."""
 
@@ -255,3 +279,8 @@ class PlainKernels:
     def prefill_attention(self, spec: AttentionSpec) -> Kernel:
         return _kernel(_attention(spec, True), f"prefill_attention_{spec.window}",
                        ("q", "pages", "page_table", "query_start", "lengths", "layer"), ("y",))
+
+    def sample(self, spec: SamplingSpec) -> Kernel:
+        """Greedy whatever the settings say; log-probabilities are 0."""
+        return _kernel(_greedy(spec.vocab_size), "sample", ("logits", "settings", "counters", "counts"),
+                       ("token_ids", "logprobs"), ("counts",))
