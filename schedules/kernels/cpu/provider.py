@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from relaxpack.errors import CompileError
-from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, LinearSpec, NormSpec, Stage, WeightLayout
+from relaxpack.kernel_spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    Kernel,
+    LinearSpec,
+    NormSpec,
+    SamplingSpec,
+    Stage,
+    WeightLayout,
+)
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
 
@@ -76,6 +85,9 @@ class CpuKernels:
         return self._attention("prefill_attention", spec, prefill_attention,
                                ("q", "pages", "page_table", "query_start", "lengths", "layer"), ("y",))
 
+    def sample(self, spec: SamplingSpec) -> Kernel:
+        raise CompileError("on a CPU tokens are sampled by the runtime")
+
     def _attention(self, operation: str, spec: AttentionSpec, make: Callable[[Isa, AttentionSpec], Any],
                    inputs: tuple[str, ...], outputs: tuple[str, ...], inplace: tuple[str, ...] = ()) -> Kernel:
         _only_float32(operation, spec.activation_dtype)
@@ -86,7 +98,8 @@ class CpuKernels:
         if spec.rotary_dim % 2 or not 0 <= spec.rotary_dim <= spec.head_dim:
             raise CompileError(f"rotary_dim {spec.rotary_dim} must be even and at most head_dim {spec.head_dim}")
         name = (f"{operation}_{spec.num_heads}q{spec.num_kv_heads}kv{spec.head_dim}_page{spec.page_size}"
-                + (f"_window{spec.window}" if spec.window is not None else "") + ("_f16kv" if spec.kv_dtype == "float16" else ""))
+                + (f"_window{spec.window}" if spec.window is not None else "")
+                + ("_f16kv" if spec.kv_dtype == "float16" else ""))
         return self._kernel(operation, spec, name, lambda: make(self.isa, spec), inputs, outputs, inplace)
 
     def _kernel(self, operation: str, spec: Spec, name: str, make: Callable[[], Any], inputs: tuple[str, ...],
