@@ -6,6 +6,7 @@ Runs the engine in the caller's thread, so an LLM belongs to one thread. `relaxp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from relaxpack.errors import RequestError
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime.chat_template import ChatTemplate, Message
 from relaxpack.runtime.engine import Engine
-from relaxpack.runtime.sampling_params import SamplingParams
+from relaxpack.runtime.sampler import Constraint
+from relaxpack.runtime.sampling_params import Grammar, SamplingParams
+from relaxpack.runtime.structured import GrammarCompiler
 from relaxpack.runtime.text_generation import Completion, TextGenerator
 from relaxpack.runtime.tokenizer import Tokenizer
 from relaxpack.runtime.tool_calls import MARKERS
@@ -33,12 +36,15 @@ class LLM:
     say so.
     """
 
-    def __init__(self, bundle: str | Path, *, num_pages: int | None = None) -> None:
-        """`num_pages`: pages of the KV cache; by default what the bundle's limits need."""
+    def __init__(self, bundle: str | Path, *, device: str | None = None, num_pages: int | None = None) -> None:
+        """`device`: "cpu" or "cuda", by default the best target of the bundle that fits this machine. `num_pages`:
+        pages of the KV cache, by default what the bundle's limits need."""
         from relaxpack.runtime.load import load_model  # imports TVM, which only a real bundle needs
 
-        loaded = load_model(bundle, num_pages=num_pages)
-        self._setup(Engine(loaded.runner, end_token_ids=loaded.info.end_token_ids), loaded.tokenizer, loaded.info)
+        loaded = load_model(bundle, num_pages=num_pages, kind=device)
+        engine = Engine(loaded.runner, end_token_ids=loaded.info.end_token_ids,
+                        make_constraint=_grammars(loaded.tokenizer, loaded.info))
+        self._setup(engine, loaded.tokenizer, loaded.info)
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer, info: ModelInfo | None = None) -> LLM:
@@ -106,6 +112,14 @@ class LLM:
     def encode(self, prompt: Prompt, *, special: bool = False) -> list[int]:
         """Token ids of a raw prompt; ids pass through."""
         return self.tokenizer.encode(prompt, special=special) if isinstance(prompt, str) else list(prompt)
+
+
+def _grammars(tokenizer: Tokenizer, info: ModelInfo) -> Callable[[Grammar], Constraint]:
+    """Compiles `SamplingParams.grammar`; the library for it is needed at the first one only."""
+    @cache
+    def compiler() -> GrammarCompiler:
+        return GrammarCompiler(tokenizer.tokenizer_json, info.vocab_size, info.end_token_ids)
+    return lambda grammar: compiler()(grammar)
 
 
 def _is_prompt(value: Any) -> bool:

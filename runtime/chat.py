@@ -49,8 +49,8 @@ class TerminalChat:
     def run(self) -> None:
         """Until /exit or the end of input."""
         if self._interactive:
-            self._say(f"[bold]{escape(self._conversation.name)}[/bold] [dim]- /help lists the commands, Ctrl-C stops "
-                      f"an answer, {_QUOTES} or a \\ at the end continues a message[/dim]")
+            self._say(f"[bold]{escape(self._conversation.name)}[/bold]\n[dim]/help lists the commands, Ctrl-C stops "
+                      "an answer, Ctrl-D leaves[/dim]")
         while True:
             try:
                 message = self._read_message()
@@ -130,6 +130,8 @@ class TerminalChat:
     def _help(self, argument: str) -> None:
         for name, (_, text) in self._commands.items():
             self._say(f"  [cyan]{name:8}[/cyan] {escape(text)}")
+        self._say(f"  [dim]A \\ at the end of a line continues the message; so does {_QUOTES} up to the next {_QUOTES}."
+                  "[/dim]")
 
     def _reset(self, argument: str) -> None:
         self._conversation.start_over(self._conversation.system)

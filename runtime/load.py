@@ -50,12 +50,12 @@ def load_runner(bundle: Bundle, kind: str | None = None, num_pages: int | None =
     return make_runner(bundle.path(entry.library), entry, bundle.manifest.model_info, parameters, num_pages, graphs)
 
 
-def load_model(path: str | Path, num_pages: int | None = None) -> LoadedModel:
+def load_model(path: str | Path, num_pages: int | None = None, kind: str | None = None) -> LoadedModel:
     """Open a bundle, check that it fits this machine, map its parameters and load its library.
 
-    `num_pages`: pages of the KV cache, scratch page included; None: what the limits need and memory allows. Raises
-    BundleError or EnvironmentProblem.
+    `num_pages`: pages of the KV cache, scratch page included; None: what the limits need and memory allows. `kind`:
+    "cpu" or "cuda"; None: the best target. Raises BundleError or EnvironmentProblem.
     """
     bundle = Bundle.open(path)
-    runner = load_runner(bundle, num_pages=num_pages)
+    runner = load_runner(bundle, kind, num_pages)
     return LoadedModel(bundle, bundle.manifest.model_info, runner, Tokenizer.from_bundle(bundle))

@@ -83,6 +83,11 @@ class Tokenizer:
         """Ids that stand for a token; a model's logits may have more rows than this (padding)."""
         return self._special_backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def tokenizer_json(self) -> str:
+        """tokenizer.json as it was given."""
+        return json.dumps(self._source, ensure_ascii=False)
+
     def token_id(self, token: str) -> int | None:
         return self._special_backend.token_to_id(token)
 

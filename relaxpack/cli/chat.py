@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from relaxpack.cli.options import existing_bundle, sampling, sampling_options
+from relaxpack.cli.options import device_option, existing_bundle, sampling, sampling_options
 
 if TYPE_CHECKING:
     from relaxpack.runtime.conversation import Conversation
@@ -26,7 +26,9 @@ _TALK = {"temperature": 0.6, "top_p": 0.9}
 @click.option("--load", "saved", metavar="FILE", help="Take up a conversation that /save wrote.")
 @click.option("--model", metavar="NAME", help="Model of the server; by default its first (with a URL).")
 @sampling_options
-def chat(bundle: str, system: str | None, saved: str | None, model: str | None, **options: Any) -> None:
+@device_option
+def chat(bundle: str, device: str | None, system: str | None, saved: str | None, model: str | None,
+         **options: Any) -> None:
     """Talk to the model in BUNDLE, or at URL, a server with an OpenAI-compatible API (key: RELAXPACK_API_KEY).
 
     Without a terminal it answers each line of standard input, or one built-in question if there is none.
@@ -36,8 +38,8 @@ def chat(bundle: str, system: str | None, saved: str | None, model: str | None, 
     from relaxpack.runtime.chat import QUESTION, TerminalChat, describe
 
     interactive = sys.stdin is not None and sys.stdin.isatty()
-    talk = Console(stderr=not interactive, soft_wrap=True)
-    open_conversation = _remote(bundle, model, system) if _is_url(bundle) else _local(bundle, system, talk)
+    talk = Console(stderr=not interactive, soft_wrap=not interactive)
+    open_conversation = _remote(bundle, model, system) if _is_url(bundle) else _local(bundle, device, system, talk)
     first = None if interactive else _first_line()
     conversation = open_conversation({**(_DEMO if not interactive and first is None else {}), **sampling(options)})
     if saved is not None:
@@ -53,13 +55,14 @@ def chat(bundle: str, system: str | None, saved: str | None, model: str | None, 
         talk.print(f"[dim]{describe(conversation.timings)}[/dim]", highlight=False)
 
 
-def _local(bundle: str, system: str | None, talk: Any) -> Callable[[dict[str, Any]], Conversation]:
+def _local(bundle: str, device: str | None, system: str | None,
+           talk: Any) -> Callable[[dict[str, Any]], Conversation]:
     existing_bundle(bundle)
     from relaxpack import llm as api
     from relaxpack.runtime.conversation import LocalConversation
 
     with talk.status("loading"):
-        llm = api.LLM(bundle)
+        llm = api.LLM(bundle, device=device)
     name = llm.info.name if llm.info is not None else bundle
 
     def make(given: dict[str, Any]) -> Conversation:

@@ -12,6 +12,7 @@ import click
 
 from relaxpack.cli.options import (
     bundle_argument,
+    device_option,
     existing_bundle,
     json_option,
     parse_ids,
@@ -36,11 +37,13 @@ if TYPE_CHECKING:
 @click.option("--special", is_flag=True, help="Read special tokens written in prompts as such.")
 @click.option("--system", metavar="TEXT", help="System message in front of each prompt.")
 @sampling_options
+@device_option
 @click.option("--logprobs", type=click.IntRange(0), metavar="N",
               help="Log-probability of each token and of the N likeliest (with --json).")
 @json_option
 def generate(bundle: str, prompts: tuple[str, ...], prompt_ids: tuple[str, ...], prompts_file: Any, raw: bool,
-             special: bool, system: str | None, logprobs: int | None, as_json: bool, **options: Any) -> None:
+             special: bool, system: str | None, device: str | None, logprobs: int | None, as_json: bool,
+             **options: Any) -> None:
     """Complete each PROMPT with the model in BUNDLE.
 
     A prompt is a user message unless --raw or --prompt-ids is given; "-" reads one prompt from standard input. Several
@@ -61,7 +64,7 @@ def generate(bundle: str, prompts: tuple[str, ...], prompt_ids: tuple[str, ...],
     from relaxpack.llm import LLM
 
     started = time.perf_counter()
-    llm = LLM(bundle)
+    llm = LLM(bundle, device=device)
     loaded = time.perf_counter() - started
     params = llm.params(**sampling(options), logprobs=logprobs)
     encoded = ids + [llm.encode(text, special=special) if raw else _chat_ids(llm, text, system, special)

@@ -30,7 +30,7 @@ def main() -> None:
     tokenizer = chatml()
     runner = SlowRunner(tokenizer, answering(tokenizer, answer, 2), max_context=2048)
     llm = LLM.from_engine(Engine(runner, end_token_ids=(2,)), tokenizer)
-    relaxpack.llm.LLM = lambda bundle: llm
+    relaxpack.llm.LLM = lambda bundle, **options: llm
     sys.exit(relaxpack.cli.run(["chat", ".", "--temperature", "0", *sys.argv[1:]]))
 
 

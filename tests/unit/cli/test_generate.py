@@ -24,7 +24,7 @@ def model(monkeypatch, tmp_path):
     tokenizer = chatml()
     runner = ScriptedRunner(tokenizer, answering(tokenizer, upper, 2))
     llm = LLM.from_engine(Engine(runner, end_token_ids=(2,)), tokenizer)
-    monkeypatch.setattr(relaxpack.llm, "LLM", lambda bundle: llm)
+    monkeypatch.setattr(relaxpack.llm, "LLM", lambda bundle, **options: llm)
     return llm, str(tmp_path)
 
 
