@@ -85,6 +85,11 @@ def download(pinned: PinnedArray, tensor: Any, size: int) -> None:
     _copy(pinned.pointer, tensor.data_ptr(), size, _TO_HOST, "copying from the device")
 
 
+def copy_tensor(destination: Any, source: Any, size: int) -> None:
+    """Start copying the first `size` bytes from one device tensor to another."""
+    _copy(destination.data_ptr(), source.data_ptr(), size, _ON_DEVICE, "copying on the device")
+
+
 def copy_within(tensor: Any, source: int, destination: int, size: int, stride: int, count: int) -> None:
     """Copy `count` rows of `size` bytes from byte offset `source` to `destination` of one tensor, `stride` apart."""
     base = tensor.data_ptr()

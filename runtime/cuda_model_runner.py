@@ -1,4 +1,5 @@
-"""Step plan → one upload → one graph launch (decode) or a packed prefill → logits, on an NVIDIA GPU.
+"""Step plan → one upload → one graph launch (decode) or a packed prefill, on an NVIDIA GPU. Returns logits or, with
+sampling on the device, a handle of the sampled tokens.
 
 A decode step is padded up to its bucket; padded rows point at the scratch page. Buckets are captured functions of the
 library: TVM captures at the first call and replays after, so their input tensors are made once and never move. Steps
@@ -8,7 +9,7 @@ above the largest bucket run the symbolic function eagerly and are counted.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,12 @@ import tvm
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime import cuda_memory, step_inputs
 from relaxpack.runtime.kv_cache.storage import choose_num_pages, page_bytes, page_shape
-from relaxpack.runtime.step_inputs import InputLayout
+from relaxpack.runtime.step_inputs import Arrays, InputLayout
 from relaxpack.runtime.step_plan import SequenceStep, StepPlan
 from relaxpack.runtime.vm import Library
+
+FillSampling = Callable[[Arrays], None]  # writes rows of `settings` (float32 view) and `counters`
+_RING = 2                                # steps whose host memory may be in use at once
 
 
 def upload_parameters(parameters: Iterable[np.ndarray], device: Any) -> list[Any]:
@@ -34,6 +38,29 @@ def upload_parameters(parameters: Iterable[np.ndarray], device: Any) -> list[Any
             tensor.copyfrom(array)
         tensors.append(tensor)
     return tensors
+
+
+class SampledTokens:
+    """Tokens that the device is still drawing; `result` waits for them."""
+
+    def __init__(self, rows: int, token_ids: cuda_memory.PinnedArray, logprobs: cuda_memory.PinnedArray,
+                 done: cuda_memory.Event) -> None:
+        self._rows, self._token_ids, self._logprobs, self._done = rows, token_ids, logprobs, done
+
+    def result(self) -> tuple[list[int], list[float]]:
+        """(token ids, log-probabilities); -1 where a row had no finite logits. Call it before the step after next."""
+        self._done.wait()
+        return self._token_ids.array[:self._rows].tolist(), self._logprobs.array[:self._rows].tolist()
+
+
+class _Staging:
+    """Host memory of one step in flight."""
+
+    def __init__(self, inputs: int, rows: int) -> None:
+        self.inputs = cuda_memory.PinnedArray((inputs,), np.int32)
+        self.token_ids = cuda_memory.PinnedArray((rows,), np.int32)
+        self.logprobs = cuda_memory.PinnedArray((rows,), np.float32)
+        self.uploaded, self.done = cuda_memory.Event(), cuda_memory.Event()
 
 
 class CudaModelRunner:
@@ -50,31 +77,90 @@ class CudaModelRunner:
         self.eager_decode_steps = 0
         self.graph_decode_steps = 0
         self._library = library
-        free, _ = cuda_memory.free_and_total()
-        self.num_pages = choose_num_pages(info, free, num_pages)
+        self.num_pages = choose_num_pages(info, cuda_memory.free_and_total()[0], num_pages)
         layers, *rest = page_shape(info)
-        self._pages = tvm.runtime.empty((layers, self.num_pages, *rest), info.kv_dtype, device)
-        cuda_memory.fill_zero(self._pages, page_bytes(info) * self.num_pages)
+        self._pages = self._zeros((layers, self.num_pages, *rest), info.kv_dtype)
+        self._previous = self._zeros((self.max_batch,), "int32")          # tokens of the last decode step
+        self._counts = self._zeros((1, self.vocab_size), "int32")         # no penalties on the device yet
         widest = max(
-            step_inputs.decode_layout(self.max_batch, info).size,
+            step_inputs.decode_layout(self.max_batch, info, True).size,
             step_inputs.prefill_layout(self.prefill_chunk, self.max_batch, self.prefill_chunk, info).size)
-        self._staging = cuda_memory.PinnedArray((widest,), np.int32)
-        self._inputs = tvm.runtime.empty((widest,), "int32", device)
+        self._ring = [_Staging(widest, self.max_batch) for _ in range(_RING)]
+        self._inputs = self._zeros((widest,), "int32")
         self._logits = cuda_memory.PinnedArray((self.max_batch, self.vocab_size), np.float32)
-        self._views: dict[InputLayout, list[Any]] = {}
+        self._views: dict[InputLayout, dict[str, Any]] = {}
+        self._step = 0
+
+    # -- what the engine calls ------------------------------------------------------------------------------------
 
     def forward(self, plan: StepPlan) -> np.ndarray:
         """float32 [total logit rows, vocab_size], rows in plan order. The array is the caller's."""
         self._copy_pages(plan.copies)
         if step_inputs.is_decode(plan.sequences):
-            return self._to_host(self._decode(plan.sequences), len(plan.sequences))
-        return self._to_host(self._prefill(plan.sequences), step_inputs.count_logit_rows(plan.sequences))
+            return self._to_host(self.decode(plan.sequences)[0], len(plan.sequences))
+        return self._to_host(self.prefill(plan.sequences), step_inputs.count_logit_rows(plan.sequences))
 
-    def _decode(self, sequences: Sequence[SequenceStep]) -> Any:
+    def forward_and_sample(self, plan: StepPlan, fill_sampling: FillSampling,
+                           token_source: np.ndarray | None = None) -> SampledTokens:
+        """Run a step and draw a token for each logit row on the device. `fill_sampling` writes the rows' settings.
+        `token_source` (decode only): rows >= 0 take their input from that row of the last decode step."""
+        self._copy_pages(plan.copies)
+        rows = step_inputs.count_logit_rows(plan.sequences)
+        if step_inputs.is_decode(plan.sequences):
+            _, token_ids, logprobs = self.decode(plan.sequences, fill_sampling, token_source)
+            cuda_memory.copy_tensor(self._previous, token_ids, rows * 4)
+        else:
+            token_ids, logprobs = self._sample(self.prefill(plan.sequences), rows, fill_sampling)
+        staging = self._ring[(self._step - 1) % _RING]
+        cuda_memory.download(staging.token_ids, token_ids, rows * 4)
+        cuda_memory.download(staging.logprobs, logprobs, rows * 4)
+        staging.done.record()
+        return SampledTokens(rows, staging.token_ids, staging.logprobs, staging.done)
+
+    def warm_up(self) -> None:
+        """Capture every bucket, largest first, so that the first request pays for none."""
+        for size in reversed(self.buckets):
+            self.decode([SequenceStep([0], 0, [0], [0])] * size)
+        cuda_memory.synchronize()
+        self.graph_decode_steps = 0
+
+    def read_pages(self, page_ids: Sequence[int]) -> np.ndarray:
+        """Copies of pages, [n, layers, 2, kv_heads, page_size, head_dim], 16-bit floats as their bits."""
+        pages = self._pages._create_view(self._pages.shape, "uint16").numpy()
+        return np.ascontiguousarray(pages[:, page_ids].swapaxes(0, 1))
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def decode(self, sequences: Sequence[SequenceStep], fill_sampling: FillSampling | None = None,
+               token_source: np.ndarray | None = None) -> Any:
+        """Start a decode step; (logits f32[bucket, V], token ids i32[bucket], log-probabilities f32[bucket])."""
         size, name = self._bucket(len(sequences))
-        layout = step_inputs.decode_layout(size, self.info)
-        step_inputs.fill_decode(layout.views(self._staging.array), sequences, self.page_size)
-        return self._run(name, layout)
+        layout = step_inputs.decode_layout(size, self.info, True)
+        arrays = self._stage(layout)
+        step_inputs.fill_decode(arrays, sequences, self.page_size)
+        arrays["token_source"][:] = -1
+        if token_source is not None:
+            arrays["token_source"][:len(token_source)] = token_source
+        self._fill_sampling(arrays, fill_sampling)
+        views = self._upload(layout)
+        return self._library.call(name, [
+            *(views[n] for n in ("token_ids", "positions", "slots", "lengths", "page_table", "token_source",
+                                 "settings", "counters")), self._previous, self._counts, self._pages])
+
+    def prefill(self, sequences: Sequence[SequenceStep]) -> Any:
+        """Start a prefill; logits f32[rows, V] (at least one row)."""
+        rows = step_inputs.count_logit_rows(sequences)
+        tokens = sum(len(s.token_ids) for s in sequences)
+        layout = step_inputs.prefill_layout(tokens, len(sequences), max(rows, 1), self.info)
+        step_inputs.fill_prefill(self._stage(layout), sequences, self.page_size)
+        views = self._upload(layout)
+        return self._library.call("prefill", [*(views[n] for n in layout.names), self._pages])
+
+    def _sample(self, logits: Any, rows: int, fill_sampling: FillSampling) -> Any:
+        layout = step_inputs.sampling_layout(rows)
+        self._fill_sampling(self._stage(layout), fill_sampling)
+        views = self._upload(layout)
+        return self._library.call("sample", [logits, views["settings"], views["counters"], self._counts])
 
     def _bucket(self, batch: int) -> tuple[int, str]:
         """(rows to run, function) for a batch."""
@@ -85,23 +171,41 @@ class CudaModelRunner:
         self.graph_decode_steps += 1
         return self.buckets[at], f"decode_{self.buckets[at]}"
 
-    def _prefill(self, sequences: Sequence[SequenceStep]) -> Any:
-        rows = step_inputs.count_logit_rows(sequences)
-        tokens = sum(len(s.token_ids) for s in sequences)
-        layout = step_inputs.prefill_layout(tokens, len(sequences), max(rows, 1), self.info)
-        step_inputs.fill_prefill(layout.views(self._staging.array), sequences, self.page_size)
-        return self._run("prefill", layout)
+    @staticmethod
+    def _fill_sampling(arrays: Arrays, fill: FillSampling | None) -> None:
+        """Rows that nobody fills are greedy."""
+        arrays["settings"] = arrays["settings"].view(np.float32)
+        arrays["settings"][:] = (0, 1, 0, 1, 0, 0, 0, 0)
+        arrays["counters"][:] = (0, 0, 0, 0, -1, 0, 0, 0)
+        if fill is not None:
+            fill(arrays)
 
-    def _run(self, name: str, layout: InputLayout) -> Any:
-        cuda_memory.upload(self._inputs, self._staging, layout.size * 4)
-        return self._library.call(name, [*self._tensors(layout), self._pages])
+    # -- memory ---------------------------------------------------------------------------------------------------
 
-    def _tensors(self, layout: InputLayout) -> list[Any]:
+    def _zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
+        tensor = tvm.runtime.empty(shape, dtype, self.device)
+        cuda_memory.fill_zero(tensor, int(np.prod(shape)) * (2 if dtype in ("bfloat16", "float16") else 4))
+        return tensor
+
+    def _stage(self, layout: InputLayout) -> Arrays:
+        """Host arrays for the next upload, free to be written."""
+        staging = self._ring[self._step % _RING]
+        staging.uploaded.wait()
+        return layout.views(staging.inputs.array)
+
+    def _upload(self, layout: InputLayout) -> dict[str, Any]:
+        staging = self._ring[self._step % _RING]
+        cuda_memory.upload(self._inputs, staging.inputs, layout.size * 4)
+        staging.uploaded.record()
+        self._step += 1
+        return self._device_views(layout)
+
+    def _device_views(self, layout: InputLayout) -> dict[str, Any]:
         """Views of the device's input buffer; those of captured functions are kept, for a graph knows addresses."""
         if layout in self._views:
             return self._views[layout]
-        views = [self._inputs._create_view(shape, "int32", start * 4)
-                 for shape, start in zip(layout.shapes, layout.offsets, strict=True)]
+        views = {name: self._inputs._create_view(shape, "float32" if name == "settings" else "int32", start * 4)
+                 for name, shape, start in zip(layout.names, layout.shapes, layout.offsets, strict=True)}
         if "query_start" not in layout.names:
             self._views[layout] = views
         return views
@@ -121,11 +225,3 @@ class CudaModelRunner:
         for source, destination in copies:
             cuda_memory.copy_within(self._pages, source * size, destination * size, size, size * self.num_pages,
                                     self.info.num_layers)
-
-    def warm_up(self) -> None:
-        """Capture every bucket, smallest last, so that the first request pays for none."""
-        for size in reversed(self.buckets):
-            step = SequenceStep([0], 0, [0], [0])
-            self._decode([step] * size)
-        cuda_memory.synchronize()
-        self.graph_decode_steps = 0

@@ -41,9 +41,20 @@ def _layout(entries: Sequence[tuple[str, tuple[int, ...]]]) -> InputLayout:
     return InputLayout(tuple(n for n, _ in entries), tuple(s for _, s in entries), tuple(offsets), end)
 
 
-def decode_layout(batch: int, info: ModelInfo) -> InputLayout:
-    rows = [(name, (batch,)) for name in ("token_ids", "positions", "slots", "lengths")]
-    return _layout([*rows, ("page_table", (batch, info.max_pages_per_sequence))])
+def decode_layout(batch: int, info: ModelInfo, device_sampling: bool = False) -> InputLayout:
+    rows: list[tuple[str, tuple[int, ...]]] = [
+        (name, (batch,)) for name in ("token_ids", "positions", "slots", "lengths")]
+    sampling = [("token_source", (batch,)), *_sampling(batch)] if device_sampling else []
+    return _layout([*rows, ("page_table", (batch, info.max_pages_per_sequence)), *sampling])
+
+
+def sampling_layout(rows: int) -> InputLayout:
+    return _layout(_sampling(rows))
+
+
+def _sampling(rows: int) -> list[tuple[str, tuple[int, ...]]]:
+    """`settings` holds float32; its views are reinterpreted."""
+    return [("settings", (rows, 8)), ("counters", (rows, 8))]
 
 
 def prefill_layout(tokens: int, sequences: int, logit_rows: int, info: ModelInfo) -> InputLayout:

@@ -163,7 +163,7 @@ def time_decode(runner: CudaModelRunner, batch: int, context: int, steps: int = 
             ids = rng.integers(0, runner.vocab_size, batch)
             sequences = [SequenceStep([int(ids[i])], context + k, tables[i], [0]) for i in range(batch)]
             start.record()
-            runner._decode(sequences)
+            runner.decode(sequences)
             end.record()
             torch.cuda.synchronize()
             times.append(start.elapsed_time(end))
@@ -177,7 +177,7 @@ def time_prefill(runner: CudaModelRunner, tokens: int, repeats: int = 5) -> floa
     for _ in range(repeats):
         cuda_memory.synchronize()
         begin = time.perf_counter()
-        runner._prefill([SequenceStep(ids, 0, pages, [tokens - 1])])
+        runner.prefill([SequenceStep(ids, 0, pages, [tokens - 1])])
         cuda_memory.synchronize()
         times.append((time.perf_counter() - begin) * 1e3)
     return statistics.median(times[1:])

@@ -1,0 +1,64 @@
+"""`CudaExecutor`: a step executor that samples on the device. Requests that need what the device kernel does not do
+(biases, bans, grammars, typical_p, top logprobs, penalties) take the host sampler, step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from relaxpack.runtime.cuda_model_runner import CudaModelRunner, SampledTokens
+from relaxpack.runtime.executor import HostExecutor
+from relaxpack.runtime.sampler import SamplingState, TokenLogprobs
+from relaxpack.runtime.step_inputs import Arrays
+from relaxpack.runtime.step_plan import StepHandle, StepPlan, StepResult, StepSampling
+
+_NOT_FINITE = ("the model returned logits that are not finite; its activations overflowed or its weights are damaged "
+               "(run `relaxpack verify` on the bundle)")
+
+
+def samples_on_device(state: SamplingState) -> bool:
+    p = state.params
+    return not state.edits_logits and p.typical_p == 1.0 and p.logprobs in (None, 0)
+
+
+class CudaExecutor:
+    def __init__(self, runner: CudaModelRunner) -> None:
+        self._runner = runner
+        self._host = HostExecutor(runner)
+
+    def submit(self, plan: StepPlan, sampling: StepSampling) -> StepHandle:
+        one_each = list(sampling.rows) == list(range(len(sampling.rows)))
+        if not sampling.rows or sampling.prompt_scores or not one_each \
+                or not all(map(samples_on_device, sampling.states)):
+            return self._host.submit(plan, sampling)
+        states = sampling.states
+
+        def fill(arrays: Arrays) -> None:
+            for i, state in enumerate(states):
+                p = state.params
+                arrays["settings"][i, :3] = (p.temperature, p.top_p, p.min_p)
+                key = np.array([state.key], np.uint64).view(np.int32)
+                arrays["counters"][i, :4] = (p.top_k, key[0], key[1], state.num_output)
+
+        return _Handle(self._runner.forward_and_sample(plan, fill), states)
+
+    def close(self) -> None:
+        self._host.close()
+
+
+class _Handle:
+    def __init__(self, tokens: SampledTokens, states: Sequence[SamplingState]) -> None:
+        self._tokens, self._states = tokens, states
+
+    def result(self) -> StepResult:
+        token_ids, logprobs = self._tokens.result()
+        result = StepResult(token_ids)
+        result.errors = {i: _NOT_FINITE for i, token in enumerate(token_ids) if token < 0}
+        if any(s.params.logprobs is not None for s in self._states):
+            result.logprobs = [
+                TokenLogprobs(token, logprob, ()) if s.params.logprobs is not None else None
+                for s, token, logprob in zip(self._states, token_ids, logprobs, strict=True)]
+        return result
+
