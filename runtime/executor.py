@@ -27,17 +27,37 @@ class _Done:
 
 
 class HostExecutor:
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, split_mixed: bool = True) -> None:
+        """`split_mixed`: run sequences with one token apart from prefills of the same step.
+
+        The two may go through kernels that round differently; apart, a decoding sequence gets the same numbers
+        whatever else is in the step, which keeps greedy outputs the same alone and in a crowd.
+        """
         self._runner = runner
+        self._split_mixed = split_mixed
         self._mask_thread: ThreadPoolExecutor | None = None
 
     def submit(self, plan: StepPlan, sampling: StepSampling) -> _Done:
         masks = self._start_masks(sampling)
-        logits = self._runner.forward(plan)
+        logits = self._forward(plan)
         expected = sum(len(s.logit_offsets) for s in plan.sequences)
         assert logits.shape == (expected, self._runner.vocab_size), (logits.shape, expected)
         return _Done(sample(logits, sampling.rows, sampling.states, sampling.prompt_scores,
                             masks.result() if masks else None))
+
+    def _forward(self, plan: StepPlan) -> np.ndarray:
+        single = [len(s.token_ids) == len(s.logit_offsets) == 1 for s in plan.sequences]
+        if not self._split_mixed or all(single) or not any(single):
+            return self._runner.forward(plan)
+        decodes = tuple(s for s, alone in zip(plan.sequences, single, strict=True) if alone)
+        prefills = tuple(s for s, alone in zip(plan.sequences, single, strict=True) if not alone)
+        of_decode = np.repeat(single, [len(s.logit_offsets) for s in plan.sequences])
+        first = self._runner.forward(StepPlan(decodes, plan.copies))
+        second = self._runner.forward(StepPlan(prefills))
+        logits = np.empty((len(of_decode), first.shape[1]), np.float32)
+        logits[of_decode] = first
+        logits[~of_decode] = second
+        return logits
 
     def _start_masks(self, sampling: StepSampling) -> Future[dict[int, np.ndarray | None]] | None:
         constraints = {i: s.constraint for i, s in enumerate(sampling.states) if s.constraint is not None}

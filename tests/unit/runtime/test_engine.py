@@ -5,8 +5,11 @@ import pytest
 
 from relaxpack.errors import RequestError
 from relaxpack.runtime.engine import Engine
+from relaxpack.runtime.executor import HostExecutor
 from relaxpack.runtime.request import FinishReason
+from relaxpack.runtime.sampler import SamplingState
 from relaxpack.runtime.sampling_params import SamplingParams
+from relaxpack.runtime.step_plan import SequenceStep, StepPlan, StepSampling
 from tests.helpers.fakes import FakeRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -60,6 +63,20 @@ def test_long_prompt_never_stalls_a_running_stream():
         assert len(first.sequences[0].token_ids) == before + 1
     assert steps == 6       # 15 tokens a step beside one decode
     assert all(sum(len(s.token_ids) for s in plan.sequences) <= 16 for plan in runner.plans)
+
+
+def test_decodes_and_prefills_of_a_step_run_apart():
+    """Each through its own function, and every logit row back at its place, whichever kind comes first."""
+    runner = FakeRunner(max_logit_rows=16)
+    executor = HostExecutor(runner)
+    steps = (SequenceStep([7], 0, [1], (0,)), SequenceStep([1, 2, 3], 0, [2], (0, 2)), SequenceStep([9], 0, [3], (0,)),
+             SequenceStep([4, 5], 0, [4], ()))
+    states = [SamplingState(SamplingParams(temperature=0.0, logprobs=0), 0, [0], 1) for _ in range(4)]
+    result = executor.submit(StepPlan(steps, ((5, 6),)), StepSampling(range(4), states)).result()
+    prompts = [[7], [1], [1, 2, 3], [9]]
+    assert result.token_ids == [int(runner.reference_logits(p).argmax()) for p in prompts]
+    assert [[len(s.token_ids) for s in plan.sequences] for plan in runner.plans] == [[1, 1], [3, 2]]
+    assert [plan.copies for plan in runner.plans] == [((5, 6),), ()]
 
 
 def test_decodes_that_fill_the_budget_take_turns_with_prefills():

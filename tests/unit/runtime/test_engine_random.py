@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from relaxpack.runtime.engine import Engine
+from relaxpack.runtime.executor import HostExecutor
 from relaxpack.runtime.request import FinishReason, SequenceStatus
 from relaxpack.runtime.sampling_params import SamplingParams
 from tests.helpers.fakes import FakeRunner
@@ -21,7 +22,9 @@ class Life:
     def __init__(self, page_size, num_pages, max_batch, prefill_chunk, prefix_caching):
         self.runner = FakeRunner(page_size=page_size, num_pages=num_pages, max_batch=max_batch,
                                  prefill_chunk=prefill_chunk, max_context=40, vocab_size=29)
-        self.engine = Engine(self.runner, prefix_caching=prefix_caching, end_token_ids=[11])
+        # Whole steps, so that the runner's checks see every sequence of a step beside the others.
+        executor = HostExecutor(self.runner, split_mixed=False)
+        self.engine = Engine(self.runner, executor=executor, prefix_caching=prefix_caching, end_token_ids=[11])
         self.live = []
         self.alone = {}
 
