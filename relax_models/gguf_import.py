@@ -15,6 +15,7 @@ from relaxpack.errors import CheckpointError, ConfigError
 from relaxpack.relax_models.audit import KeyReader
 from relaxpack.relax_models.config import ModelConfig, check_layers
 from relaxpack.relax_models.contents import TensorInfo
+from relaxpack.relax_models.families import FAMILIES
 from relaxpack.relax_models.gguf_file import GgufFile
 from relaxpack.relax_models.rope import RopeConfig
 from relaxpack.relax_models.safetensors_folder import equal_in_chunks
@@ -109,8 +110,12 @@ def read_config(file: GgufFile, metadata: KeyReader) -> ModelConfig:
     metadata.ignore(f"{a}.tensor_data_layout", "the row order follows from the architecture")
     max_position = metadata.integer(f"{a}.context_length")
     window = metadata.integer(f"{a}.attention.sliding_window", 0) or None
-    has = {name: f"blk.0.{name}" in tensors for name in
-           ("attn_q.bias", "attn_output.bias", "ffn_up.bias", "attn_q_norm.weight")}
+    family = FAMILIES[a]
+
+    def bias(rule: bool | str, name: str) -> bool:
+        """Fixed by the architecture, or (where config.json has a key for it) told by the file's tensors."""
+        return rule if isinstance(rule, bool) else f"blk.0.{name}.bias" in tensors
+
     return ModelConfig(
         architecture=a, hidden_size=hidden, intermediate_size=_uniform(metadata, f"{a}.feed_forward_length"),
         num_layers=layers, num_heads=heads, num_kv_heads=_uniform(metadata, f"{a}.attention.head_count_kv", heads),
@@ -118,8 +123,8 @@ def read_config(file: GgufFile, metadata: KeyReader) -> ModelConfig:
             metadata.number(f"{a}.attention.layer_norm_rms_epsilon")),
         max_position=max_position, rope=_rope(file, metadata, a, head_dim, max_position),
         layer_windows=(window,) * layers, tie_embeddings="output.weight" not in tensors,
-        qkv_bias=has["attn_q.bias"], output_bias=has["attn_output.bias"], mlp_bias=has["ffn_up.bias"],
-        qk_norm=has["attn_q_norm.weight"])
+        qkv_bias=bias(family.qkv_bias, "attn_q"), output_bias=bias(family.output_bias, "attn_output"),
+        mlp_bias=bias(family.mlp_bias, "ffn_up"), qk_norm=family.qk_norm)
 
 
 def _ignore_general(metadata: KeyReader) -> None:

@@ -28,7 +28,7 @@ _TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{L
 PRETOKENIZERS = {
     "gpt-2": "gpt2", "phi-2": "gpt2", "gpt2": "gpt2",
     "smollm": "digits", "starcoder": "digits", "refact": "digits",
-    "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3",
+    "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3", "falcon3": "llama3",
     "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2",
     "tekken": "tekken",
 }

@@ -56,8 +56,9 @@ def gguf_name(name: str) -> str:
 
 def write_gguf(path: Path, folder: Path, kind_of: Callable[[str], Type] = lambda name: Type.F32, *,
                replace_metadata: dict[str, Any] | None = None, drop: tuple[str, ...] = (),
-               extra_tensors: dict[str, np.ndarray] | None = None) -> Path:
-    """`kind_of`: Hugging Face tensor name -> GGUF type of its matrix (vectors stay F32)."""
+               extra_tensors: dict[str, np.ndarray] | None = None, leave_out: str | None = None) -> Path:
+    """`kind_of`: Hugging Face tensor name -> GGUF type of its matrix (vectors stay F32); tensors whose name ends in
+    `leave_out` are not written."""
     checkpoint = open_checkpoint(folder)
     c = checkpoint.config
     a = "llama" if c.architecture == "mistral" else c.architecture
@@ -81,6 +82,8 @@ def write_gguf(path: Path, folder: Path, kind_of: Callable[[str], Type] = lambda
         if key not in drop and value is not None:
             _add(writer, key, value)
     for name in checkpoint.tensors:
+        if leave_out is not None and name.endswith(leave_out):
+            continue
         value = np.asarray(checkpoint.read(name)).astype(np.float32)
         part = name.split(".")[-2]
         if a == "llama" and part in ("q_proj", "k_proj"):

@@ -198,3 +198,11 @@ def test_unsupported_type_is_named(llama: Path, tmp_path: Path) -> None:
     path.write_bytes(data[:at + 12] + (10).to_bytes(4, "little") + data[at + 16:])
     with pytest.raises(CheckpointError, match=r"output_norm\.weight has the GGUF type Q2_K; supported: F32"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize(("family", "missing"), [("qwen2", ".bias"), ("qwen3", "q_norm.weight")])
+def test_what_the_architecture_fixes_cannot_be_absent(tmp_path: Path, family: str, missing: str) -> None:
+    """Without its biases or head norms a file would still run, and answer nonsense."""
+    path = write_gguf(tmp_path / "m.gguf", write_checkpoint(tmp_path / "hf", family), leave_out=missing)
+    with pytest.raises(CheckpointError, match=rf"missing \d \(.*{missing}"):
+        open_checkpoint(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 
 from relaxpack.errors import CheckpointError, TokenizerError
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint, packaged_file
+from relaxpack.relax_models.gguf_tokenizer import PRETOKENIZERS
 from tests.helpers.tiny_checkpoints import SPECIAL_TOKENS, VOCAB_SIZE, tokenizer_json, write_checkpoint
 
 pytest.importorskip("gguf", reason="writes the test files: pip install relaxpack[gguf]")
@@ -25,13 +27,15 @@ TEXTS = [
 
 
 def random_texts(count: int) -> list[str]:
+    """Printable ASCII mixed with letters, CJK, emoji and white space; a quarter of the texts is ASCII only."""
     rng = random.Random(0)
     ranges = [(32, 127), (32, 127), (0xa0, 0x500), (0x3000, 0x9fff), (0x1f300, 0x1f700)]
 
-    def character() -> str:
-        return rng.choice(["\n", "  ", chr(rng.randrange(*rng.choice(ranges)))])
+    def text(ranges: list[tuple[int, int]]) -> str:
+        return "".join(rng.choice(["\n", "  ", *(chr(rng.randrange(*rng.choice(ranges))) for _ in range(3))])
+                       for _ in range(rng.randrange(1, 30)))
 
-    return ["".join(character() for _ in range(rng.randrange(1, 30))) for _ in range(count)]
+    return [text(ranges[:1] if i % 4 == 0 else ranges) for i in range(count)]
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
@@ -161,6 +165,20 @@ def test_splitting_rules(folder: Path, tmp_path: Path, pre: str, text: str, piec
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", folder, replace_metadata={"tokenizer.ggml.pre": pre}))
     pre_tokenizer = tokenizer_of(checkpoint).pre_tokenizer
     assert [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
+@pytest.mark.parametrize("pre", sorted(set(PRETOKENIZERS) - {"gpt2"}))  # llama.cpp knows it only as "gpt-2"
+def test_splitting_rules_equal_llama_cpp(folder: Path, tmp_path: Path, pre: str) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="reference tokenizer: pip install llama-cpp-python")
+    path = write_gguf(tmp_path / "m.gguf", folder, replace_metadata={"tokenizer.ggml.pre": pre})
+    reference = llama_cpp.Llama(model_path=str(path), vocab_only=True, verbose=False)
+    tokenizer = tokenizer_of(open_checkpoint(path))
+    for text in TEXTS + random_texts(300):
+        if pre == "tekken" and not text.isascii():
+            continue  # llama.cpp approximates Tekken's classes of upper case and marks outside ASCII
+        composed = unicodedata.normalize("NFC", text)  # Qwen2's tokenizer composes characters, llama.cpp does not
+        expected = reference.tokenize(composed.encode(), add_bos=False, special=True)
+        assert encode(tokenizer, text if pre == "qwen2" else composed) == expected, repr(text)
 
 
 def test_no_chat_template_leaves_completion(folder: Path, tmp_path: Path) -> None:
