@@ -36,9 +36,12 @@ def _against_cuda(target: TargetSpec, host: Host) -> tuple[str, ...]:
     if not host.gpus:
         return ("this machine has no NVIDIA GPU that its driver shows",)
     major, minor, suffix = int(parsed[1]), int(parsed[2]), parsed[3]
-    if any(_runs(major, minor, suffix, gpu.capability) for gpu in host.gpus):
+    fitting = [index for index, gpu in enumerate(host.gpus) if _runs(major, minor, suffix, gpu.capability)]
+    if 0 in fitting:   # the runtime takes the first visible GPU
         return ()
-    have = ", ".join(f"{gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}" for gpu in host.gpus)
+    have = f"{host.gpus[0].name} has {host.gpus[0].capability[0]}.{host.gpus[0].capability[1]}"
+    if fitting:
+        have += f" (GPU {fitting[0]} would do: set CUDA_VISIBLE_DEVICES={fitting[0]})"
     # Machine code serves its own major version from its minor upwards; with a suffix ("a") exactly its own GPU.
     if suffix == "a":
         need = f"exactly {major}.{minor}"

@@ -30,8 +30,10 @@ def test_machine_code_for_gpus(arch: str, capability: tuple[int, int], runs: boo
         assert f"GPU0 has {capability[0]}.{capability[1]}" in reasons[0]
 
 
-def test_any_fitting_gpu_is_enough() -> None:
-    assert reasons_against(TargetSpec("cuda", "sm_90a"), gpu_host((8, 0), (9, 0))) == ()
+def test_the_first_gpu_counts() -> None:
+    assert reasons_against(TargetSpec("cuda", "sm_90a"), gpu_host((9, 0), (8, 0))) == ()
+    assert reasons_against(TargetSpec("cuda", "sm_90a"), gpu_host((8, 0), (9, 0))) == (
+        "it needs compute capability exactly 9.0, GPU0 has 8.0 (GPU 1 would do: set CUDA_VISIBLE_DEVICES=1)",)
 
 
 def test_reasons_are_named() -> None:
