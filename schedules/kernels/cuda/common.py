@@ -1,5 +1,5 @@
-"""Small device pieces that the CUDA kernels share: dtype facts, packing of two floats into one register, silu, and how
-a finished PrimFunc is marked. No kernel lives here."""
+"""Small device pieces that the CUDA kernels share: silu, the buffers of the linear kernels in the contract's order,
+and how a finished PrimFunc is marked. No kernel lives here."""
 
 from __future__ import annotations
 
@@ -9,19 +9,9 @@ from tvm.script.ir_builder import IRBuilder
 
 SHORT = {"bfloat16": "bf16", "float16": "f16"}      # activation dtype → PTX name
 
-_PACK = """
-__device__ __forceinline__ unsigned int pack_{short}(float low, float high) {{
-  unsigned int d; asm("cvt.rn.{short}x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }}
-"""
 _SILU = """
 __device__ __forceinline__ float silu_f32(float x) { return x / (1.0f + __expf(-x)); }
 """
-
-
-def pack2(dtype: str, low, high):
-    """Two float32 → one uint32 of two `dtype` values, round to nearest even, `low` in the low half."""
-    short = SHORT[dtype]
-    return T.cuda.func_call(f"pack_{short}", low, high, source_code=_PACK.format(short=short), return_type="uint32")
 
 
 def silu(x):

@@ -1,0 +1,83 @@
+"""RMSNorm and residual add + RMSNorm: one block per row, 16-byte accesses, float32 sums. Not fused into matmuls."""
+
+from __future__ import annotations
+
+import relaxpack.tvm_setup  # noqa: F401  (before tvm)
+from tvm.script import tirx as T
+
+from relaxpack.kernel_spec import NormSpec
+from relaxpack.schedules.kernels.cuda.common import finish, with_handles
+from relaxpack.schedules.kernels.cuda.fragments import high, low, pack, shuffle_xor
+
+LOAD, STORE = "ld.global.v4.b32", "st.global.v4.b32"
+
+
+def norm(spec: NormSpec, *, dependent_launch: bool = False, name: str = "rms_norm"):
+    """PrimFunc x I`[t, H]`, [residual I`[t, H]`], weight f32`[H]` → [total], y I`[t, H]`. The norm is taken of the total
+    as stored, rounded to the activation dtype. H must be a multiple of 8."""
+    H, dtype, residual = spec.hidden_size, spec.activation_dtype, spec.residual
+    assert H % 8 == 0
+    vectors = H // 8
+    THREADS = min(1024, -(-vectors // 32) * 32)
+    ROUNDS = -(-vectors // THREADS)
+    WARPS = THREADS // 32
+    PACK = pack(dtype)
+    exact = vectors % THREADS == 0
+
+    @T.inline
+    def bind(handles):
+        t = T.int64()
+        x = T.match_buffer(handles[0], (t, H), dtype, align=16)
+        if residual:
+            before = T.match_buffer(handles[1], (t, H), dtype, align=16)
+        weight = T.match_buffer(handles[1 + residual], (H,), "float32", align=16)
+        if residual:
+            total = T.match_buffer(handles[3], (t, H), dtype, align=16)
+        y = T.match_buffer(handles[-1], (t, H), dtype, align=16)
+        T.device_entry()
+        row = T.cta_id([T.Cast("int32", t)])
+        tx = T.thread_id([THREADS])
+        pool = T.SMEMPool()
+        sums = pool.alloc((32,), "float32", align=16)
+        pool.commit()
+        v = T.alloc_buffer((ROUNDS * 8,), "float32", scope="local")
+        w = T.alloc_buffer((4,), "uint32", scope="local")
+        z = T.alloc_buffer((4,), "uint32", scope="local")
+        square = T.alloc_buffer((1,), "float32", scope="local")
+        if dependent_launch:
+            T.ptx["griddepcontrol.wait"]()
+            T.ptx["griddepcontrol.launch_dependents"]()
+        square[0] = T.float32(0)
+        for i in T.unroll(ROUNDS):
+            k = T.meta_var((i * THREADS + tx) * 8)
+            if T.bool(True) if exact else k < H:
+                T.ptx[LOAD](w[0], w[1], w[2], w[3], x.ptr_to([row, k]))
+                if residual:
+                    T.ptx[LOAD](z[0], z[1], z[2], z[3], before.ptr_to([row, k]))
+                    for e in T.unroll(4):
+                        T.ptx[PACK](w[e], high(dtype, w[e]) + high(dtype, z[e]), low(dtype, w[e]) + low(dtype, z[e]))
+                    T.ptx[STORE](total.ptr_to([row, k]), w[0], w[1], w[2], w[3])
+                for e in T.unroll(4):
+                    v[i * 8 + e * 2] = low(dtype, w[e])
+                    v[i * 8 + e * 2 + 1] = high(dtype, w[e])
+                for e in T.unroll(8):
+                    square[0] = square[0] + v[i * 8 + e] * v[i * 8 + e]
+        for e in T.unroll(5):
+            square[0] = square[0] + shuffle_xor(square[0], T.shift_left(1, e))
+        if WARPS > 1:
+            if tx % 32 == 0:
+                sums[tx // 32] = square[0]
+            T.cuda.cta_sync()
+            square[0] = T.float32(0)
+            for e in T.unroll(WARPS):
+                square[0] = square[0] + sums[e]
+        square[0] = T.rsqrt(square[0] * T.float32(1.0 / H) + T.float32(spec.epsilon))
+        for i in T.unroll(ROUNDS):
+            k = T.meta_var((i * THREADS + tx) * 8)
+            if T.bool(True) if exact else k < H:
+                for e in T.unroll(4):
+                    T.ptx[PACK](w[e], v[i * 8 + e * 2 + 1] * square[0] * weight[k + e * 2 + 1],
+                                v[i * 8 + e * 2] * square[0] * weight[k + e * 2])
+                T.ptx[STORE](y.ptr_to([row, k]), w[0], w[1], w[2], w[3])
+
+    return finish(with_handles(5 if residual else 3, bind), name, dependent_launch)

@@ -1,0 +1,81 @@
+"""Runs matmul-side CUDA kernels (linear, norm, embedding, dequantise) on the emulator, and makes their inputs and
+references. Shapes must be small; real speed and wgmma kernels are for the tests marked `gpu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import relaxpack.tvm_setup  # noqa: F401  isort: skip
+import tvm
+from tests.helpers import cuda_emulator
+
+from relaxpack.schedules.cuda_compile import compile_module, device_modules
+from relaxpack.target import parse_target
+from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
+
+NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+# Largest relative error ‖out - reference‖ / ‖reference‖ by the dtype of the output.
+TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 2e-6}
+
+cuda_emulator.RULES.insert(0, (r"fma\.rn\.(bf16|f16)x2", lambda o, i, m: (
+    "{ uint32_t r = 0; for (int h = 0; h < 2; ++h) { float f = emu::elem<BF>(A, h) * emu::elem<BF>(B, h) + emu::elem<BF>(C, h); "
+    "r |= (uint32_t)(BF ? nv_bfloat16(f).bits : half(f).bits) << 16 * h; } D = r; }"
+    .replace("BF", "true" if "bf16" in m else "false").replace("A,", f"{i[0]},").replace("B,", f"{i[1]},")
+    .replace("C,", f"{i[2]},").replace("D =", f"{o[0]} ="))))
+
+cuda_emulator.RULES.insert(0, (r"griddepcontrol\.\w+", lambda o, i, m: ""))   # one kernel at a time: nothing to wait for
+
+
+def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> np.ndarray:
+    return (rng.standard_normal(shape) * scale).astype(NUMPY[dtype])
+
+
+def random_quantized(rng: np.random.Generator, name: str, n: int, k: int) -> QuantizedTensor:
+    """Random codes over the whole range of a format, positive scales, minimums of both signs."""
+    fmt = FORMATS[name]
+    low, high = {"q4_0": (0, 16), "q4_1": (0, 16), "q4_k": (0, 16), "q5_0": (-16, 16), "q5_1": (0, 32), "q5_k": (0, 32),
+                 "q6_k": (-32, 32), "q8_0": (-128, 128)}[name]
+    codes = rng.integers(low, high, (n, k)).astype(np.int8 if fmt.signed else np.uint8)
+    groups = (n, k // fmt.group_size)
+    scales = (rng.random(groups) * 0.02 + 0.001).astype(fmt.scale_dtype)
+    minimums = (rng.standard_normal(groups) * 0.05).astype(fmt.scale_dtype) if fmt.minimum == "stored" else None
+    return QuantizedTensor(fmt, codes, scales, minimums)
+
+
+def reference_linear(x: np.ndarray, weight: np.ndarray | QuantizedTensor, bias: np.ndarray | None = None,
+                     residual: np.ndarray | None = None, swiglu: bool = False) -> np.ndarray:
+    """float64 result for a canonical weight `[N, K]` (gate rows then up rows with swiglu)."""
+    plain = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+    y = x.astype(np.float64) @ plain.astype(np.float64).T
+    if bias is not None:
+        y = y + bias
+    if swiglu:
+        gate, up = np.split(y, 2, axis=1)
+        y = gate / (1 + np.exp(-gate)) * up
+    return y if residual is None else y + residual.astype(np.float64)
+
+
+def relative_error(got: np.ndarray, reference: np.ndarray) -> float:
+    return float(np.linalg.norm(got.astype(np.float64) - reference) / np.linalg.norm(reference))
+
+
+def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return np.full(shape, np.nan, NUMPY[dtype])
+
+
+def emulate(func: Any, grid: tuple[int, ...], threads: int, arch: str = "sm_90a", **arguments: Any) -> None:
+    """Compile one PrimFunc, run it on the emulator. Outputs are written in place."""
+    executable = compile_module(tvm.IRModule({"main": func}), parse_target(f"cuda:{arch}"))
+    source = device_modules(executable)[0].inspect_source()
+    module = cuda_emulator.EmulatedModule(source)
+    (kernel,) = module.parameters
+    views = {name: value.view(np.uint16) if isinstance(value, np.ndarray) and value.dtype.itemsize == 2 else value
+             for name, value in arguments.items()}
+    module.run(kernel, grid, threads, **views)
+
+
+def format_of(name: str) -> WeightFormat:
+    return FORMATS[name]

@@ -1,0 +1,127 @@
+"""The mma, norm, embedding and dequantise kernels for CUDA against float64 NumPy, on the emulator. Outputs start as NaN;
+shapes are small and awkward. The wgmma kernels need a GPU: tests/gpu/test_matmul_kernels.py."""
+
+from __future__ import annotations
+
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import relaxpack.tvm_setup  # noqa: F401  isort: skip
+from tests.helpers import matmul_case as case
+
+from relaxpack.kernel_spec import EmbeddingSpec, NormSpec
+from relaxpack.schedules.kernels.cuda.dequantize import dequantize
+from relaxpack.schedules.kernels.cuda.embedding import embedding
+from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
+from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
+from relaxpack.schedules.kernels.cuda.norm import norm
+from relaxpack.schedules.kernels.cuda.packing import pack, row_order, weight_layout
+from relaxpack.weight_format import FORMATS
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc to lower CUDA kernels")
+
+
+@pytest.mark.parametrize(("n", "k", "t", "dtype", "options"), [
+    (64, 512, 1, "bfloat16", {}),
+    (64, 576, 3, "bfloat16", {"warps": 4, "bias": True}),
+    (72, 584, 11, "bfloat16", {"columns": 16, "strips": 2, "residual": True, "dependent_launch": True}),
+    (64, 512, 9, "float16", {"swiglu": True, "bias": True, "residual": True, "strips": 2}),
+    (40, 136, 70, "float16", {"columns": 64, "warps": 2, "unroll": 1}),
+])
+def test_rows(rng, n, k, t, dtype, options):
+    swiglu = options.get("swiglu", False)
+    out = n // 2 if swiglu else n
+    x, weight = case.random_array(rng, (t, k), dtype), case.random_array(rng, (n, k), dtype, 0.1)
+    bias = rng.standard_normal(n).astype(np.float32) if options.get("bias") else None
+    residual = case.random_array(rng, (t, out), dtype) if options.get("residual") else None
+    order = row_order(n, swiglu)
+    packed = pack(weight_layout(FORMATS["bf16" if dtype == "bfloat16" else "f16"], n, k, swiglu), weight)
+    y = case.poisoned((t, out), dtype)
+    func = gemm_rows(n, k, dtype, dtype, **options)
+    case.emulate(func, (-(-n // (16 * options.get("strips", 1))), -(-t // options.get("columns", 8))),
+                 32 * options.get("warps", 8), x=x, weight=packed[""], y=y, t=t,
+                 **({} if bias is None else {"bias": bias[order]}), **({} if residual is None else {"residual": residual}))
+    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, swiglu)) < case.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("name", "n", "k", "t", "dtype", "options"), [
+    ("q4_0", 64, 512, 1, "bfloat16", {}),
+    ("q4_0", 56, 544, 17, "float16", {"columns": 8, "warps": 2, "unroll": 1, "dependent_launch": True}),
+    ("q4_1", 64, 576, 3, "bfloat16", {"warps": 4, "bias": True, "unroll": 2}),
+    ("q8_0", 72, 576, 11, "bfloat16", {"columns": 16, "strips": 2, "residual": True}),
+    ("q8_0", 48, 256, 2, "float16", {}),
+    ("q4_k", 64, 512, 9, "float16", {"swiglu": True, "bias": True, "residual": True, "strips": 2}),
+    ("q6_k", 64, 512, 9, "bfloat16", {"swiglu": True}),
+    ("q5_1", 48, 256, 2, "float16", {}),
+    ("q5_0", 32, 64, 2, "bfloat16", {}),
+    ("q5_k", 32, 96, 2, "bfloat16", {}),
+])
+def test_quantized_rows(rng, name, n, k, t, dtype, options):
+    """Exact codes and float32 scales: the float32 result has float32 accuracy."""
+    swiglu = options.get("swiglu", False)
+    out = n // 2 if swiglu else n
+    x, weight = case.random_array(rng, (t, k), dtype), case.random_quantized(rng, name, n, k)
+    bias = rng.standard_normal(n).astype(np.float32) if options.get("bias") else None
+    residual = case.random_array(rng, (t, out), dtype) if options.get("residual") else None
+    packed = pack(weight_layout(weight.format, n, k, swiglu), weight)
+    y = case.poisoned((t, out), "float32")
+    func = gemm_rows_quant(n, k, weight.format, dtype, "float32", **options)
+    case.emulate(func, (-(-(-(-n // 16)) // options.get("strips", 1)), -(-t // options.get("columns", 8))),
+                 32 * options.get("warps", 8), x=x, **packed, y=y, t=t,
+                 **({} if bias is None else {"bias": bias[row_order(n, swiglu)]}),
+                 **({} if residual is None else {"residual": residual}))
+    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, swiglu)) < case.TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q6_k"])
+def test_dequantize_rounds_once(rng, name):
+    weight = case.random_quantized(rng, name, 40, 96)
+    plain = case.poisoned((40, 96), "bfloat16")
+    packed = pack(weight_layout(weight.format, 40, 96, False), weight)
+    case.emulate(dequantize(40, 96, weight.format, "bfloat16"), (1,), 256, **packed, plain=plain)
+    reference = weight.dequantize()
+    assert np.all(np.abs(plain.astype(np.float32) - reference) <= np.abs(reference) * 2.0**-8 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["f16", "q4_k", "q8_0"])
+def test_embedding_clamps_bad_ids(rng, name):
+    vocab, hidden, ids = 40, 96, np.array([0, 39, 7, 40, -1, 17], np.int32)
+    fmt = FORMATS[name]
+    if fmt.quantized:
+        weight = case.random_quantized(rng, name, vocab, hidden)
+        plain = weight.dequantize()
+    else:
+        weight = case.random_array(rng, (vocab, hidden), fmt.dtype)
+        plain = weight.astype(np.float32)
+    packed = pack(weight_layout(fmt, vocab, hidden, False), weight)
+    buffers = packed if fmt.quantized else {"table": packed[""]}
+    y = case.poisoned((len(ids), hidden), "bfloat16")
+    case.emulate(embedding(EmbeddingSpec(vocab, hidden, fmt, "bfloat16", True)), (len(ids),), 32, ids=ids, **buffers, y=y,
+                 t=len(ids))
+    expected = plain[np.clip(ids, 0, vocab - 1)]
+    assert np.all(np.abs(y.astype(np.float32) - expected) <= np.abs(expected) * 2.0**-8 + 1e-9)
+
+
+@pytest.mark.parametrize(("hidden", "dtype", "residual"), [
+    (64, "bfloat16", False), (576, "float16", True), (4096, "bfloat16", True), (8448, "bfloat16", True)])
+def test_norm(rng, hidden, dtype, residual):
+    x, before = (case.random_array(rng, (3, hidden), dtype, 2.0) for _ in range(2))
+    weight = rng.standard_normal(hidden).astype(np.float32)
+    total, y = case.poisoned((3, hidden), dtype), case.poisoned((3, hidden), dtype)
+    func = norm(NormSpec(hidden, 1e-5, dtype, residual))
+    buffers = {"before": before, "total": total} if residual else {}
+    case.emulate(func, (3,), min(1024, -(-hidden // 256) * 32), x=x, weight=weight, y=y, t=3, **buffers)
+    summed = (x.astype(np.float32) + before.astype(np.float32)).astype(case.NUMPY[dtype]) if residual else x
+    if residual:
+        assert np.array_equal(total, summed)
+    wide = summed.astype(np.float64)
+    reference = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight
+    assert case.relative_error(y, reference) < case.TOLERANCE[dtype]
+
+
+def test_swiglu_rows_are_interleaved_by_eight():
+    assert row_order(32, True).tolist() == [*range(8), *range(16, 24), *range(8, 16), *range(24, 32)]
+    assert ml_dtypes.bfloat16 is case.NUMPY["bfloat16"]
