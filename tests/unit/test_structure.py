@@ -88,6 +88,13 @@ def imports(path: Path) -> set[str]:
     return names
 
 
+def test_rooms_are_imported_by_their_one_name() -> None:
+    """`import passes` works in the checkout, and makes a second copy of every class."""
+    for path in tracked():
+        if path.suffix == ".py":
+            assert not top_level(imports(path)) & set(ROOMS), f"{path.relative_to(ROOT)}: import relaxpack.ROOM"
+
+
 @pytest.mark.parametrize("room", ["runtime", "dist"])
 def test_a_deployed_machine_needs_no_compiler(room: str) -> None:
     for path in (ROOT / room).rglob("*.py"):
