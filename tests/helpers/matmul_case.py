@@ -10,11 +10,10 @@ import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401  isort: skip
 import tvm
-from tests.helpers import cuda_emulator
-
 from relaxpack.schedules.cuda_compile import compile_module, device_modules
 from relaxpack.target import parse_target
 from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
+from tests.helpers import cuda_emulator
 
 NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 # Largest relative error ‖out - reference‖ / ‖reference‖ by the dtype of the output.

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
-from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, LinearSpec, NormSpec, SamplingSpec, Stage, WeightLayout
+from relaxpack.kernel_spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    Kernel,
+    LinearSpec,
+    NormSpec,
+    SamplingSpec,
+    Stage,
+    WeightLayout,
+)
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
 from tvm.script import tirx as T
 

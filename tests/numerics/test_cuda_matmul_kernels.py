@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 import relaxpack.tvm_setup  # noqa: F401  isort: skip
-from tests.helpers import matmul_case as case
-
 from relaxpack.kernel_spec import EmbeddingSpec, NormSpec
 from relaxpack.schedules.kernels.cuda.dequantize import dequantize
 from relaxpack.schedules.kernels.cuda.embedding import embedding
@@ -20,6 +18,7 @@ from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
 from relaxpack.schedules.kernels.cuda.norm import norm
 from relaxpack.schedules.kernels.cuda.packing import pack, row_order, weight_layout
 from relaxpack.weight_format import FORMATS
+from tests.helpers import matmul_case as case
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc to lower CUDA kernels")
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
-from tvm.script import tirx as T
-
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, Stage
 from relaxpack.schedules.kernels.cuda.fragments import (
@@ -38,6 +36,7 @@ from relaxpack.schedules.kernels.cuda.fragments import (
     shuffle_up,
     shuffle_xor,
 )
+from tvm.script import tirx as T
 
 KEYS = 16                    # keys of one warp in a tile
 ROW, HEAD, TILE, LAST, LENGTH = range(5)        # a place in the order of work

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
-from tvm.script import tirx as T
-
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, Stage
 from relaxpack.schedules.kernels.cuda.attention_decode import LIMITS, row_chunks
@@ -36,6 +34,7 @@ from relaxpack.schedules.kernels.cuda.fragments import (
     shuffle_up,
     shuffle_xor,
 )
+from tvm.script import tirx as T
 
 
 @dataclass(frozen=True)

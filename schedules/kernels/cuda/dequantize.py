@@ -4,11 +4,10 @@ that unpacks a whole weight for the many-row matmul. The layout is explained in 
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from tvm.script import tirx as T
-
 from relaxpack.schedules.kernels.cuda.common import finish, fragment_sizes, optional, with_handles
 from relaxpack.schedules.kernels.cuda.fragments import pack
 from relaxpack.weight_format import WeightFormat
+from tvm.script import tirx as T
 
 STORE4, STORE2 = "st.global.v4.b32", "st.global.v2.b32"
 

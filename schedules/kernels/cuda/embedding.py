@@ -4,12 +4,11 @@ bad id can never read foreign memory; the runtime refuses them earlier."""
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from tvm.script import tirx as T
-
 from relaxpack.kernel_spec import EmbeddingSpec
 from relaxpack.schedules.kernels.cuda.common import finish, fragment_sizes, optional, with_handles
 from relaxpack.schedules.kernels.cuda.dequantize import STORE4, eight_values
 from relaxpack.schedules.kernels.cuda.fragments import high, low, pack
+from tvm.script import tirx as T
 
 LOAD = "ld.global.nc.v4.b32"
 MAX_THREADS = 256

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
-from tvm.script import tirx as T
-
 from relaxpack.errors import CompileError
+from tvm.script import tirx as T
 
 SHORT = {"bfloat16": "bf16", "float16": "f16"}
 LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"

@@ -10,9 +10,8 @@ the result does not depend on timing and no workspace or counter is needed.
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from tvm.script import tirx as T
-
 from relaxpack.schedules.kernels.cuda.common import SHORT, entry, finish, silu
+from tvm.script import tirx as T
 
 BK = 64                        # values of K per stage: one 128-byte swizzle row
 SW128 = 3                      # swizzle of the tensor maps and matrix descriptors

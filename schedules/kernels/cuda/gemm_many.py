@@ -9,11 +9,10 @@ With `cluster` 2, two blocks of neighbouring row tiles share the weight tile by 
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from tvm.script import tirx as T
-
 from relaxpack.schedules.kernels.cuda.common import SHORT, entry, finish, silu
 from relaxpack.schedules.kernels.cuda.fragments import high, low, pack
 from relaxpack.schedules.kernels.cuda.gemm_few import DESC, SW128, WG_FENCE
+from tvm.script import tirx as T
 
 SW64 = 2
 BM, BK, WG, CONSUMERS = 128, 64, 128, 2

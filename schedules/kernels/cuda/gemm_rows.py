@@ -12,9 +12,8 @@ their partial sums meet in shared memory and are added in a fixed order.
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from tvm.script import tirx as T
-
 from relaxpack.schedules.kernels.cuda.common import entry, finish, mma_name, silu
+from tvm.script import tirx as T
 
 CHUNK = 64                     # values of K a warp takes at a time: 128 bytes of each weight row
 LOAD_WEIGHT = "ld.global.nc.L1::no_allocate.L2::256B.v4.b32"

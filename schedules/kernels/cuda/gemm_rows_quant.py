@@ -9,11 +9,10 @@ g+8 at those K that it also loads of x, 16 bytes per lane for 4-bit codes.
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from tvm.script import tirx as T
-
 from relaxpack.schedules.kernels.cuda.common import finish, mma_name, quant_entry, silu
 from relaxpack.schedules.kernels.cuda.fragments import low
 from relaxpack.weight_format import WeightFormat
+from tvm.script import tirx as T
 
 LOAD_CODES = "ld.global.nc.L1::no_allocate.L2::256B.v4.b32"
 LOAD4, LOAD2 = "ld.global.nc.v4.b32", "ld.global.nc.v2.b32"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from tvm.script import tirx as T
-
 from relaxpack.kernel_spec import NormSpec
 from relaxpack.schedules.kernels.cuda.common import finish, with_handles
 from relaxpack.schedules.kernels.cuda.fragments import high, low, pack, shuffle_xor
+from tvm.script import tirx as T
 
 LOAD, STORE = "ld.global.v4.b32", "st.global.v4.b32"
 

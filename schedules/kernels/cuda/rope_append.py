@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
-from tvm.script import tirx as T
-
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, Stage
 from relaxpack.schedules.kernels.cuda.fragments import SHORT, check_dtypes, finish, high, low, pack, shuffle_xor
+from tvm.script import tirx as T
 
 THREADS = 128
 

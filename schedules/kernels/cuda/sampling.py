@@ -15,10 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
-from tvm.script import tirx as T
-
 from relaxpack.kernel_spec import SAMPLING_COUNTERS, SAMPLING_SETTINGS, Kernel, SamplingSpec, Stage
 from relaxpack.schedules.kernels.cuda.fragments import EXP2, LOG2_E, finish, shuffle, shuffle_up, shuffle_xor
+from tvm.script import tirx as T
 
 SCAN_THREADS, SCAN_VECTORS = 256, 2          # 2048 logits a block in stage one
 THREADS, VECTORS = 512, 4                    # 8192 logits a round in stage two
