@@ -3,7 +3,8 @@
 It (1) checks the pins, because a wrong apache-tvm-ffi crashes the interpreter instead of raising; (2) makes
 TVMScript import fast: TVM's parser calls `inspect.stack()` at every decorator, which looks up the source module of
 every frame (`import tvm.s_tir.tensor_intrin`: 62 s, with the light stack below 6.6 s); (3) sets the thread count of
-TVM's pool before it starts; (4) keeps numpy's OpenBLAS workers from spinning, which halves TVM's speed.
+TVM's pool before it starts; (4) keeps numpy's OpenBLAS workers from spinning, which halves TVM's speed; (5) keeps
+TVM from importing PyTorch where it happens to be installed, which takes longer than all of TVM.
 
 A runtime-only TVM (no libtvm_compiler.so) works through the same door; see `runtime_only()`.
 """
@@ -11,6 +12,7 @@ A runtime-only TVM (no libtvm_compiler.so) works through the same door; see `run
 from __future__ import annotations
 
 import ctypes
+import importlib.abc
 import importlib.metadata
 import importlib.util
 import inspect
@@ -60,6 +62,19 @@ def _light_stack(context: int = 1) -> list[inspect.FrameInfo]:
     return frames
 
 
+class _NoTorchForTvm(importlib.abc.MetaPathFinder):
+    """For modules of TVM, PyTorch is not installed; they all do without it. Everyone else may import it."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name != "torch":
+            return
+        frame = sys._getframe(1)
+        while frame is not None and "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("tvm", "tvm_ffi"):
+            raise ModuleNotFoundError("TVM works without PyTorch here", name=name)
+
+
 def runtime_only() -> bool:
     """True where TVM has no compiler library (a deployed machine)."""
     import tvm
@@ -77,6 +92,7 @@ def _setup() -> None:
     if not (lib / "libtvm_compiler.so").exists():
         os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
     inspect.stack = _light_stack  # type: ignore[assignment]
+    sys.meta_path.insert(0, _NoTorchForTvm())
 
 
 _setup()
