@@ -61,10 +61,13 @@ class RequestOutput:
 class Engine:
     def __init__(
         self, runner: ModelRunner, *, end_token_ids: Iterable[int] = (), executor: StepExecutor | None = None,
-        prefix_caching: bool = True, token_budget: int | None = None,
+        prefix_caching: bool = True, token_budget: int | None = None, exact: bool = True,
         make_constraint: Callable[[Grammar], Constraint] | None = None,
     ) -> None:
         """`token_budget`: most tokens in a step that prefills, at most and by default the runner's prefill_chunk.
+
+        `exact`: the same greedy output under any load, also where decode and prefill kernels round differently, at the
+        price that a preempted sequence computes its output tokens again one by one (see `scheduler`).
 
         `make_constraint` compiles `SamplingParams.grammar`; without it such requests are refused.
         """
@@ -79,7 +82,7 @@ class Engine:
         self.scheduler = Scheduler(
             page_size=runner.page_size, num_pages=runner.num_pages, max_batch=runner.max_batch,
             token_budget=token_budget or runner.prefill_chunk, max_logit_rows=max_logit_rows,
-            prefix_caching=prefix_caching)
+            prefix_caching=prefix_caching, exact=exact)
         self.metrics = EngineMetrics(pages_total=self.scheduler.pool.total)
         self._make_constraint = make_constraint
         self._requests: dict[str, Request] = {}

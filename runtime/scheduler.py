@@ -3,6 +3,10 @@
 A sequence has computed tokens and known tokens; a step spends a token budget closing the gap. Decoding sequences come
 first, then running prefills, then admissions in order of arrival. When pages run out the latest arrival is preempted:
 it gives its pages back and computes its tokens again later. Tensors, text and sampling are not known here.
+
+Decode and prefill kernels may round differently, which can turn a near tie between two tokens. With `exact` every token
+is therefore computed the same way whenever it is computed: output tokens one by one, as when they were new, and the last
+token of a prompt never alone. Then pressure on pages does not change a greedy output.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ class _Draft:
 class Scheduler:
     def __init__(
         self, *, page_size: int, num_pages: int, max_batch: int, token_budget: int,
-        max_logit_rows: int | None = None, prefix_caching: bool = True,
+        max_logit_rows: int | None = None, prefix_caching: bool = True, exact: bool = True,
     ) -> None:
         self.page_size = page_size
         self.max_batch = max_batch
@@ -63,6 +67,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()     # in order of arrival
         self.running: list[Sequence] = []           # in order of arrival
         self.preemptions = 0
+        self._exact = exact
+        self._least_prefill = 2 if exact and token_budget > 1 else 1    # tokens that a prompt's end takes at once
         self._decoded_last = False
 
     @property
@@ -127,32 +133,44 @@ class Scheduler:
                 self.add(child)
 
     def _is_prefill_turn(self) -> bool:
-        """Whether decodes must sit out: they take the whole budget each step, and took the last one."""
-        if not self._decoded_last or len(self.running) < self.token_budget:
+        """Whether decodes must sit out: they leave prefills no budget, and took the last step."""
+        most_decodes = self.token_budget - self._least_prefill
+        if not self._decoded_last or len(self.running) <= most_decodes:
             return False
-        decoding = sum(map(_decodes, self.running))
+        decoding = sum(map(self._decodes, self.running))
         prefills = decoding < len(self.running) or (self.waiting and len(self.running) < self.max_batch)
-        return bool(prefills) and decoding >= self.token_budget
+        return bool(prefills) and decoding > most_decodes
+
+    def _decodes(self, sequence: Sequence) -> bool:
+        """Whether the next token of a running sequence is computed alone."""
+        start = sequence.computed
+        return start >= sequence.num_prompt and (self._exact or len(sequence.token_ids) - start == 1)
 
     def _plan_decodes(self, draft: _Draft) -> None:
-        """Plan one token for every running sequence that lacks just its last output token."""
-        size, holders = self.page_size, self.pool.holders
-        steps, sequences = draft.steps, draft.sequences
+        """Plan one token for every running sequence that lacks output tokens; only the last one is sampled after."""
+        size, holders, exact = self.page_size, self.pool.holders, self._exact
+        steps, sequences, replayed = draft.steps, draft.sequences, []
         for sequence in tuple(self.running):
             start, token_ids = sequence.computed, sequence.token_ids
-            if start < sequence.num_prompt or len(token_ids) - start != 1:
+            if start < sequence.num_prompt:
                 continue        # a prefill, or just preempted
+            if len(token_ids) - start != 1:
+                if not exact:
+                    continue
+                replayed.append(len(steps))
             index, page_ids = start // size, sequence.page_ids
             if index >= len(page_ids) or holders[page_ids[index]] != 1:
                 if not self._make_room(sequence):
-                    continue
+                    continue    # it was new tokens that had no room: what is replayed has its pages
                 page_ids = sequence.page_ids
-            steps.append(SequenceStep(token_ids[-1:], start, page_ids, _FIRST))
+            steps.append(SequenceStep(token_ids[start:start + 1], start, page_ids, _FIRST))
             sequences.append(sequence)
         draft.num_rows = len(steps)
         draft.counts = [1] * draft.num_rows
         draft.sampled = list(sequences)
         draft.rows = list(range(draft.num_rows))
+        for row in reversed(replayed):
+            del draft.sampled[row], draft.rows[row]
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Preempt, latest arrival first, until `sequence` can write its next token or is itself the victim."""
@@ -177,7 +195,7 @@ class Scheduler:
         for sequence in self.running:
             if draft.budget <= 0:
                 return
-            if not _decodes(sequence):
+            if not self._decodes(sequence):
                 self._plan_prefill(draft, sequence)
         self._admit(draft)
 
@@ -188,24 +206,28 @@ class Scheduler:
             sequence = self.waiting[0]
             # Some pages stay for the sequences that are decoding; without this a new one is soon preempted again.
             reserve = min(len(self.running), self.pool.total // 16)
-            if not self.tables.attach(sequence, reserve, reuse=not _lacks_prompt_scores(sequence)):
+            if not self.tables.attach(sequence, reserve, self._least_prefill, not _lacks_prompt_scores(sequence)):
                 return
             self.waiting.popleft()
             sequence.status = SequenceStatus.RUNNING
             if sequence.request.cached_tokens is None:
                 sequence.request.cached_tokens = sequence.computed
             insort(self.running, sequence, key=_order)
-            self._plan_prefill(draft, sequence)
+            if not self._decodes(sequence):     # else it has its turn in the next step
+                self._plan_prefill(draft, sequence)
 
     def _plan_prefill(self, draft: _Draft, sequence: Sequence) -> None:
         start, known = sequence.computed, len(sequence.token_ids)
-        count = min(known - start, draft.budget)
+        end = sequence.num_prompt if self._exact else known
+        count = min(end - start, draft.budget)
         free_rows = self.max_logit_rows - draft.num_rows
         scores = _lacks_prompt_scores(sequence)
         if scores:
             count = min(count, free_rows)
         elif start + count == known and free_rows == 0:
             count -= 1          # its last token waits for a step with a logit row left
+        if 0 < end - start - count < self._least_prefill:
+            count -= 1
         if count <= 0:
             return
         samples = start + count == known
@@ -266,10 +288,6 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.request.arrival, sequence.index
-
-
-def _decodes(sequence: Sequence) -> bool:
-    return sequence.computed >= sequence.num_prompt and len(sequence.token_ids) - sequence.computed == 1
 
 
 def _lacks_prompt_scores(sequence: Sequence) -> bool:

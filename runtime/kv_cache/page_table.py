@@ -8,7 +8,7 @@ tensors are the runner's.
 from __future__ import annotations
 
 from relaxpack.runtime.kv_cache.page_pool import PagePool
-from relaxpack.runtime.kv_cache.prefix_cache import PrefixCache, root_digest
+from relaxpack.runtime.kv_cache.prefix_cache import Hit, PrefixCache, root_digest
 from relaxpack.runtime.request import Sequence
 
 
@@ -30,15 +30,16 @@ class PageTables:
         for source, _ in copies:
             self.pool.release(source)
 
-    def attach(self, sequence: Sequence, reserve: int = 0, reuse: bool = True) -> bool:
+    def attach(self, sequence: Sequence, reserve: int = 0, least: int = 1, reuse: bool = True) -> bool:
         """Give a waiting sequence pages for all its tokens, cached ones where its prefix is known, and set `computed`.
 
         False, and nothing changed, when fewer than `reserve` pages would stay available. At least the last token is
-        left to compute, since its logits are wanted.
+        left to compute, since its logits are wanted; of the prompt at least the last `least` tokens, or none.
         """
         pool, size = self.pool, self.page_size
-        limit = len(sequence.token_ids) - 1 if reuse else 0
-        hit = self.cache.match(sequence.token_ids, sequence.digests, sequence.request.salt, limit)
+        hit = self._match(sequence, len(sequence.token_ids) - 1 if reuse else 0)
+        if 0 < sequence.num_prompt - self._tokens(hit) < least:
+            hit = self._match(sequence, max(0, sequence.num_prompt - least))
         partial = hit.partial
         for page_id in hit.pages:
             pool.share(page_id)
@@ -48,6 +49,9 @@ class PageTables:
         if partial is not None and pool.available < missing + reserve:
             pool.release(partial[0])        # without the copy, its source is one more page to take
             partial = None
+            while hit.pages and 0 < sequence.num_prompt - len(hit.pages) * size < least:
+                pool.release(hit.pages.pop())
+                missing += 1
         if pool.available < missing + reserve:
             for page_id in reversed(hit.pages):
                 pool.release(page_id)
@@ -59,6 +63,12 @@ class PageTables:
             self._copy(partial[0], sequence.page_ids[len(hit.pages)])
             sequence.computed += partial[1]
         return True
+
+    def _match(self, sequence: Sequence, limit: int) -> Hit:
+        return self.cache.match(sequence.token_ids, sequence.digests, sequence.request.salt, limit)
+
+    def _tokens(self, hit: Hit) -> int:
+        return len(hit.pages) * self.page_size + (hit.partial[1] if hit.partial is not None else 0)
 
     def _copy(self, source: int, destination: int) -> None:
         """`source` must be held once for this copy, so that nothing overwrites it; that hold ends with the step."""
@@ -112,13 +122,21 @@ class PageTables:
 
     def release(self, sequence: Sequence, computed: bool = True) -> None:
         """Take all pages back. With `computed` false the step in flight failed: only what is registered is trusted."""
-        if computed:
+        if computed and not self._drop_copies(sequence):
             self._register_rest(sequence)
         for page_id in reversed(sequence.page_ids):     # the tail is evicted first, so chains stay reachable
             self.pool.release(page_id)
         sequence.page_ids = []
         sequence.computed = 0
         sequence.registered = 0
+
+    def _drop_copies(self, sequence: Sequence) -> bool:
+        """Forget copies into a sequence that leaves in the very step that admitted it; whether there were any."""
+        dropped = [c for c in self._copies if c[1] in sequence.page_ids]
+        for copy in dropped:
+            self._copies.remove(copy)
+            self.pool.release(copy[0])
+        return bool(dropped)
 
     def _register_rest(self, sequence: Sequence) -> None:
         self.register(sequence)

@@ -26,7 +26,10 @@ class FakeRunner:
     def __init__(
         self, *, page_size: int = 4, num_pages: int = 64, max_batch: int = 8, prefill_chunk: int = 16,
         max_context: int = 256, vocab_size: int = 97, max_logit_rows: int | None = None, delay: float = 0.0,
+        decode_twist: int = 0,
     ) -> None:
+        """`delay`: seconds a step takes. `decode_twist`: makes keys of decode steps differ from those of prefills, as
+        kernels that round differently do, only more."""
         self.page_size = page_size
         self.num_pages = num_pages
         self.max_batch = max_batch
@@ -36,6 +39,7 @@ class FakeRunner:
         if max_logit_rows is not None:
             self.max_logit_rows = max_logit_rows
         self.delay = delay
+        self.decode_twist = decode_twist
         self.keys = np.full((num_pages, page_size), _POISON, np.int64)
         self.plans: list[StepPlan] = []
         self.fail_next: Exception | None = None
@@ -51,19 +55,20 @@ class FakeRunner:
             raise error
         sources = self.keys[[s for s, _ in plan.copies]]
         self.keys[[d for _, d in plan.copies]] = sources
+        is_decode = all(len(s.token_ids) == len(s.logit_offsets) == 1 for s in plan.sequences)
         for step in plan.sequences:
-            self._write(step.token_ids, step.start, step.page_ids)
+            self._write(step.token_ids, step.start, step.page_ids, self.decode_twist if is_decode else 0)
         rows = [
             self._logits(step.page_ids, step.start + offset, step.token_ids[offset])
             for step in plan.sequences for offset in step.logit_offsets
         ]
         return np.stack(rows) if rows else np.empty((0, self.vocab_size), np.float32)
 
-    def _write(self, token_ids: Sequence[int], start: int, page_ids: Sequence[int]) -> None:
+    def _write(self, token_ids: Sequence[int], start: int, page_ids: Sequence[int], twist: int) -> None:
         size = self.page_size
         previous = int(self.keys[page_ids[(start - 1) // size], (start - 1) % size]) if start else 0
         for position, token_id in enumerate(token_ids, start):
-            previous = _chain(previous, token_id, position)
+            previous = _chain(previous, token_id, position) ^ twist
             self.keys[page_ids[position // size], position % size] = previous
 
     def _logits(self, page_ids: Sequence[int], position: int, token_id: int) -> np.ndarray:

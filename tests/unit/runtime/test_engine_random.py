@@ -19,12 +19,13 @@ STEM = [7, 3, 9, 9, 1, 4, 4, 2, 8, 6, 5, 5, 3]     # prompts share beginnings of
 class Life:
     """An engine with few pages, and what its requests must give: what each gives alone."""
 
-    def __init__(self, page_size, num_pages, max_batch, prefill_chunk, prefix_caching):
+    def __init__(self, page_size, num_pages, max_batch, prefill_chunk, prefix_caching, exact):
         self.runner = FakeRunner(page_size=page_size, num_pages=num_pages, max_batch=max_batch,
                                  prefill_chunk=prefill_chunk, max_context=40, vocab_size=29)
         # Whole steps, so that the runner's checks see every sequence of a step beside the others.
         executor = HostExecutor(self.runner, split_mixed=False)
-        self.engine = Engine(self.runner, executor=executor, prefix_caching=prefix_caching, end_token_ids=[11])
+        self.engine = Engine(self.runner, executor=executor, prefix_caching=prefix_caching, exact=exact,
+                             end_token_ids=[11])
         self.live = []
         self.alone = {}
 
@@ -94,10 +95,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.life is None)
     @rule(page_size=st.sampled_from([1, 2, 4, 5]), sequences=st.integers(1, 4), max_batch=st.integers(1, 6),
-          prefill_chunk=st.integers(1, 12), prefix_caching=st.booleans())
-    def start(self, page_size, sequences, max_batch, prefill_chunk, prefix_caching):
+          prefill_chunk=st.integers(1, 12), prefix_caching=st.booleans(), exact=st.booleans())
+    def start(self, page_size, sequences, max_batch, prefill_chunk, prefix_caching, exact):
         self.life = Life(page_size, 1 + -(-40 * sequences // page_size) // 2 + 2, max_batch, prefill_chunk,
-                         prefix_caching)
+                         prefix_caching, exact)
 
     @precondition(lambda self: self.life is not None)
     @rule(stem=st.integers(0, len(STEM)), tail=tails, n=st.integers(1, 4), max_tokens=st.integers(1, 20),
@@ -147,7 +148,7 @@ def test_10000_steps_of_pressure(seed):
     """2500 engine steps each, with adds, forks, cancels, early finishes and failures in between."""
     rng = random.Random(seed)
     life = Life(page_size=[2, 4, 3, 1][seed], num_pages=[28, 14, 18, 50][seed], max_batch=6,
-                prefill_chunk=[5, 16, 8, 11][seed], prefix_caching=seed != 3)
+                prefill_chunk=[5, 16, 8, 11][seed], prefix_caching=seed != 3, exact=seed != 2)
     for step in range(2500):
         while len(life.live) < 10 and rng.random() < 0.7:
             life.add(rng.randrange(len(STEM) + 1), [rng.randrange(29) for _ in range(rng.randrange(1, 12))],
