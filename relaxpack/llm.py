@@ -19,7 +19,7 @@ from relaxpack.runtime.sampling_params import Grammar, SamplingParams
 from relaxpack.runtime.structured import GrammarCompiler
 from relaxpack.runtime.text_generation import Completion, TextGenerator
 from relaxpack.runtime.tokenizer import Tokenizer
-from relaxpack.runtime.tool_calls import MARKERS
+from relaxpack.runtime.tool_calls import MARKERS, parse_tool_calls
 
 Prompt = str | Sequence[int]
 Chat = Sequence[Message]
@@ -87,14 +87,17 @@ class LLM:
     def chat(self, messages: Chat | Sequence[Chat], params: SamplingParams | None = None, *,
              tools: Sequence[Mapping[str, Any]] | None = None, special_in_content: bool = False,
              template_options: Mapping[str, Any] | None = None, **sampling: Any) -> Any:
-        """Answer one conversation or a list of them. Message and tool formats are those of the OpenAI API;
-        `template_options` are further variables of the chat template."""
+        """Answer one conversation or a list of them. Message and tool formats are those of the OpenAI API; calls that
+        the model wrote are in `tool_calls`. `template_options` are further variables of the chat template."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         chats: Sequence[Any] = [messages] if single else messages
         ids = [self.template.encode(chat, tools=tools, special_in_content=special_in_content,
                                     **(template_options or {})) for chat in chats]
-        done = self.generator.complete(ids, params or self.params(**sampling),
-                                        show=MARKERS if tools else ())
+        done = self.generator.complete(ids, params or self.params(**sampling), show=MARKERS if tools else ())
+        form = self.template.tool_format if tools else None
+        if form is not None:
+            for completion in done:
+                completion.text, completion.tool_calls = parse_tool_calls(completion.text, form)
         return _checked(done)[0] if single and len(done) == 1 else _checked(done)
 
     def stream(self, prompt: Prompt | Chat, params: SamplingParams | None = None, *,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ import jinja2.sandbox
 
 from relaxpack.errors import RequestError, TokenizerError
 from relaxpack.runtime.tokenizer import Tokenizer
+from relaxpack.runtime.tool_calls import ToolFormat, detect_format
 
 Message = Mapping[str, Any]
 NO_TEMPLATE = ("this model has no chat template, so it cannot chat: use raw completion "
@@ -71,6 +72,8 @@ class ChatTemplate:
         self._env.globals["raise_exception"] = _raise_exception
         self._env.globals["strftime_now"] = lambda form: clock().strftime(form)
         self._templates: dict[str, jinja2.Template] = {}
+        self._variables: dict[str, set[str]] = {}
+        self._rules: dict[str, _MarkRules] = {}
         self._special = {k: str(v) for k, v in text.special_tokens.items() if isinstance(v, str)}
         own = {"bos_token": text.bos_token, "eos_token": text.eos_token}
         self._special |= {k: v for k, v in own.items() if v}
@@ -81,6 +84,11 @@ class ChatTemplate:
     @property
     def names(self) -> list[str]:
         return sorted(self._sources)
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls, by the template that is used with tools."""
+        return detect_format(self._sources.get("tool_use") or self._sources.get("default"))
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None,
                add_generation_prompt: bool = True, name: str | None = None, fold_system: bool = False,
@@ -103,7 +111,7 @@ class ChatTemplate:
             text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, name=name,
                                fold_system=fold_system, **variables)
             return self._tokenizer.encode_template(text, {})
-        marker = _Marker(self._tokenizer, self._source_of(name, bool(tools)))
+        marker = self._marker(name, bool(tools))
         marked = [marker.mark_message(normalize_message(message)) for message in messages]
         text = self.render(marked, tools=[marker.mark(tool, ()) for tool in tools] if tools else None,
                            add_generation_prompt=add_generation_prompt, name=name, fold_system=fold_system,
@@ -120,7 +128,7 @@ class ChatTemplate:
     def _encode_added(self, messages: Sequence[Message], known_ids: Sequence[int], known: int,
                       name: str | None = None, **options: Any) -> list[int] | None:
         """What comes behind `known_ids`; None if the template renders the known messages differently now."""
-        marker = _Marker(self._tokenizer, self._source_of(name, bool(options.get("tools"))))
+        marker = self._marker(name, bool(options.get("tools")))
         marked = [marker.mark_message(normalize_message(message)) for message in messages]
         whole = self.render(marked, name=name, **options)
         try:
@@ -146,8 +154,11 @@ class ChatTemplate:
             name = "tool_use" if with_tools and "tool_use" in self._sources else "default"
         return name if name in self._sources else self.names[0]
 
-    def _source_of(self, name: str | None, with_tools: bool) -> str:
-        return self._sources[self._pick(name, with_tools)]
+    def _marker(self, name: str | None, with_tools: bool) -> _Marker:
+        picked = self._pick(name, with_tools)
+        if picked not in self._rules:
+            self._rules[picked] = _MarkRules(self._tokenizer.special_strings, self._sources[picked])
+        return _Marker(self._tokenizer, self._rules[picked])
 
     def _template(self, name: str) -> jinja2.Template:
         if name not in self._templates:
@@ -159,7 +170,9 @@ class ChatTemplate:
         return self._templates[name]
 
     def _variables_of(self, name: str) -> set[str]:
-        return jinja2.meta.find_undeclared_variables(self._env.parse(self._sources[name]))
+        if name not in self._variables:
+            self._variables[name] = jinja2.meta.find_undeclared_variables(self._env.parse(self._sources[name]))
+        return self._variables[name]
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Mapping[str, Any]] | None,
                 add_generation_prompt: bool, name: str | None, variables: Mapping[str, Any]) -> str:
@@ -180,6 +193,24 @@ class ChatTemplate:
                                param="messages") from error
 
 
+_LOOKED_FOR = re.compile(r"""split\(\s*(['"])(.+?)\1|(['"])([^'"]+)\3\s+in\s""")
+
+
+class _MarkRules:
+    """What `_Marker` must know of one template and vocabulary, worked out once.
+
+    `heads`, `tails`: proper prefixes and suffixes of special tokens. `visible`: special tokens that the template looks
+    for in what the assistant said ("</think>"); there they must stay as they are.
+    """
+
+    def __init__(self, specials: Sequence[str], template_source: str) -> None:
+        self.heads = {s[:n] for s in specials for n in range(1, len(s))}
+        self.tails = {s[n:] for s in specials for n in range(1, len(s))}
+        self.longest = max(map(len, specials), default=0)
+        looked_for = {match[2] or match[4] for match in _LOOKED_FOR.finditer(template_source)}
+        self.visible = frozenset(specials) & looked_for
+
+
 class _Marker:
     """Replaces special tokens in user text by marks that survive trimming, case changes and JSON.
 
@@ -188,31 +219,23 @@ class _Marker:
     stands next to it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template_source: str) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, rules: _MarkRules) -> None:
+        self._tokenizer, self._rules = tokenizer, rules
         self._nonce = f"{secrets.randbelow(10**20):020d}"
         self.literals: dict[str, str] = {}
-        specials = tokenizer.special_strings
-        self._heads = {s[:n] for s in specials for n in range(1, len(s))}
-        self._tails = {s[n:] for s in specials for n in range(1, len(s))}
-        self._longest = max(map(len, specials), default=0)
-        # Templates look for some tokens in what the assistant said ("</think>"); there they must stay
-        # visible.
-        self._visible = tuple(s for s in specials if re.search(
-            rf"""split\(\s*['"]{re.escape(s)}['"]|['"]{re.escape(s)}['"]\s+in\s""", template_source))
 
     def mark_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        keep = self._visible if message.get("role") == "assistant" else ()
+        keep = self._rules.visible if message.get("role") == "assistant" else ()
         return {key: self.mark(value, keep) for key, value in message.items()}
 
-    def mark(self, value: Any, keep: tuple[str, ...]) -> Any:
+    def mark(self, value: Any, keep: Collection[str]) -> Any:
         if isinstance(value, str):
             return self._mark_text(value, keep)
         if isinstance(value, Mapping):
             return {self.mark(k, keep): self.mark(v, keep) for k, v in value.items()}
         return [self.mark(item, keep) for item in value] if isinstance(value, list | tuple) else value
 
-    def _mark_text(self, text: str, keep: tuple[str, ...]) -> str:
+    def _mark_text(self, text: str, keep: Collection[str]) -> str:
         pieces, position = [], 0
         for match in self._tokenizer.find_special(text):
             pieces.append(text[position:match.start()])
@@ -228,15 +251,15 @@ class _Marker:
 
     def _mark_start(self, text: str) -> str:
         body = text.lstrip()
-        for n in range(min(len(body), self._longest - 1), 0, -1):
-            if body[:n] in self._tails:
+        for n in range(min(len(body), self._rules.longest - 1), 0, -1):
+            if body[:n] in self._rules.tails:
                 return text[:len(text) - len(body)] + self._new_mark(body[:n]) + body[n:]
         return text
 
     def _mark_end(self, text: str) -> str:
         body = text.rstrip()
-        for n in range(min(len(body), self._longest - 1), 0, -1):
-            if body[len(body) - n:] in self._heads:
+        for n in range(min(len(body), self._rules.longest - 1), 0, -1):
+            if body[len(body) - n:] in self._rules.heads:
                 return body[:len(body) - n] + self._new_mark(body[len(body) - n:]) + text[len(body):]
         return text
 

@@ -17,6 +17,7 @@ from relaxpack.runtime.sampler import TokenLogprobs
 from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.stop_matcher import StopMatcher
 from relaxpack.runtime.tokenizer import Tokenizer
+from relaxpack.runtime.tool_calls import ToolCall
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def _rate(count: int, seconds: float) -> float:
     return max(count, 0) / seconds if seconds > 0 else 0.0
 
 
-@dataclass
+@dataclass(repr=False)
 class Completion:
     """One answer. `token_ids` includes an end token; `text` has neither it nor a stop string. `str()` is the text."""
 
@@ -61,11 +62,15 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs] | None = None     # of prompt_ids[1:]
     finish_reason: str | None = None
     stop: str | int | None = None           # the stop string or token id that ended it
+    tool_calls: list[ToolCall] = field(default_factory=list)   # taken out of the text; only where tools were given
     error: str | None = None
     timings: Timings | None = None
 
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        return f"Completion({self.text!r}, finish_reason={self.finish_reason!r}, {len(self.token_ids)} tokens)"
 
 
 class TextStream:

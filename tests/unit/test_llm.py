@@ -7,7 +7,7 @@ import pytest
 from relaxpack.errors import RequestError
 from relaxpack.llm import LLM
 from relaxpack.runtime.engine import Engine
-from tests.helpers.text import ScriptedRunner, answering, chatml, llama2
+from tests.helpers.text import CHATML, ScriptedRunner, answering, chatml, llama2
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 
@@ -105,6 +105,21 @@ def test_publishers_advice_is_the_default():
     assert (llm.params().temperature, llm.params().top_p, llm.params(temperature=0.1).temperature) == (0.6, 0.9, 0.1)
     llm = make(lambda text: "", tokenizer=chatml(generation={"temperature": 0.6, "do_sample": False}))
     assert llm.params().greedy
+
+
+def test_tool_calls_are_taken_out_of_the_text():
+    source = CHATML + "{% if tools %}{{ tools | tojson }} answer with <tool_call>{% endif %}"
+    llm = make(lambda text: 'Look: <tool_call>{"name": "weather", "arguments": {"city": "Brno"}}</tool_call>',
+               tokenizer=chatml(chat_template=source))
+    done = llm.chat([{"role": "user", "content": "Weather?"}], tools=TOOLS)
+    assert done.text == "Look: "
+    assert [(call.name, call.arguments) for call in done.tool_calls] == [("weather", '{"city": "Brno"}')]
+    assert "<tool_call>" in llm.chat([{"role": "user", "content": "Weather?"}]).text
+
+
+def test_repr_is_short():
+    done = make(lambda text: "ok").generate(["x"])
+    assert repr(done) == f"[Completion('ok', finish_reason='stop', {len(done[0].token_ids)} tokens)]"
 
 
 def test_unknown_parameter_is_named():
