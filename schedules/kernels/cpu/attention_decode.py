@@ -10,9 +10,25 @@ from typing import Any
 
 from relaxpack.kernel_spec import AttentionSpec
 
-from .builder import Expr, T, build, const, i64, load, loop, minimum, parallel, registers, rows_loop, splat, store, symbol, vectors_of
+from .builder import (
+    Expr,
+    Registers,
+    T,
+    build,
+    const,
+    hold,
+    i64,
+    load,
+    loop,
+    minimum,
+    parallel,
+    rows_loop,
+    splat,
+    store,
+    symbol,
+    vectors_of,
+)
 from .isa import Isa, exp, fma, reduce_max, reduce_sum, to_float, vmax
-from .quantize_rows import store_reg
 from .rope_append import pages_shape
 
 KEYS = 64           # keys of one softmax step
@@ -57,10 +73,10 @@ def decode_attention(isa: Isa, spec: AttentionSpec) -> Any:
             query = T.alloc_buffer((i64(group), i64(dim)), "float32")
             acc = T.alloc_buffer((i64(group), i64(dim)), "float32")
             scores = T.alloc_buffer((i64(group), i64(KEYS)), "float32")
-            top, mass = registers(group, 1), registers(group, 1)
+            top, mass = (T.alloc_buffer((i64(group),), "float32") for _ in range(2))
             for g in range(group):
-                store_reg(top, g, T.float32(LOWEST))
-                store_reg(mass, g, T.float32(0))
+                store(top, T.float32(LOWEST), i64(g))
+                store(mass, T.float32(0), i64(g))
                 for at, n in pieces:
                     source = load(q, seq, (kv_head * i64(group) + i64(g)) * i64(dim) + i64(at), lanes=n)
                     store(query, source * const(spec.scale, n), i64(g), i64(at), lanes=n)
@@ -117,11 +133,11 @@ def softmax_step(isa: Isa, scores: Any, row: Expr, top: Any, mass: Any, acc: Any
     for vector in vectors[1:]:
         biggest = vmax(biggest, vector, lanes)
     before = T.bind(top[row])
-    now = T.bind(T.max(before, reduce_max(biggest, lanes)))
-    shrink = T.bind(exp(before - now, 1))
+    now = hold(T.max(before, reduce_max(biggest, lanes)), 1)
+    shrink = hold(exp(before - now, 1), 1)
     total = None
     for v, vector in enumerate(vectors):
-        weight = T.bind(exp(vector - splat(now, lanes), lanes))
+        weight = hold(exp(vector - splat(now, lanes), lanes), lanes)
         store(scores, weight, row, i64(v * lanes), lanes=lanes)
         total = weight if total is None else total + weight
     store(mass, mass[row] * shrink + reduce_sum(total, lanes), row)
@@ -133,21 +149,21 @@ def softmax_step(isa: Isa, scores: Any, row: Expr, top: Any, mass: Any, acc: Any
 def _merge(row: Expr, parts: Expr, values: Any, state: Any, y: Any, heads: int, dim: int,
            pieces: list[tuple[int, int]]) -> None:
     """y[row] = sum over parts of exp(top - largest top) * values, divided by the same sum of masses."""
-    top, mass = registers(1, 1), registers(1, 1)
+    top, mass = Registers(1, 1), Registers(1, 1)
     total = T.alloc_buffer((i64(dim),), "float32")
-    store_reg(top, 0, T.float32(LOWEST))
-    store_reg(mass, 0, T.float32(0))
+    top[0] = T.float32(LOWEST)
+    mass[0] = T.float32(0)
     for at, n in pieces:
         store(total, const(0.0, n), i64(at), lanes=n)
     with loop(parts) as part:
-        store_reg(top, 0, T.max(top[i64(0)], state[row, part, i64(0)]))
+        top[0] = T.max(top[0], state[row, part, i64(0)])
     with loop(parts) as part:
-        share = T.bind(exp(state[row, part, i64(0)] - top[i64(0)], 1))
-        store_reg(mass, 0, mass[i64(0)] + share * state[row, part, i64(1)])
+        share = hold(exp(state[row, part, i64(0)] - top[0], 1), 1)
+        mass[0] = mass[0] + share * state[row, part, i64(1)]
         for at, n in pieces:
             store(total, fma(splat(share, n), load(values, row, part, i64(at), lanes=n), load(total, i64(at), lanes=n)),
                   i64(at), lanes=n)
-    inverse = T.bind(T.float32(1) / T.max(mass[i64(0)], T.float32(1e-30)))
+    inverse = hold(T.float32(1) / T.max(mass[0], T.float32(1e-30)), 1)
     seq = T.bind(T.truncdiv(row, i64(heads)))
     column = T.bind(T.truncmod(row, i64(heads)) * i64(dim))
     for at, n in pieces:

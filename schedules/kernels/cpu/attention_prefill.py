@@ -12,9 +12,25 @@ from typing import Any
 from relaxpack.kernel_spec import AttentionSpec
 
 from .attention_decode import KEYS, LOWEST, softmax_step
-from .builder import Expr, T, build, const, either, i64, load, loop, minimum, parallel, registers, splat, store, symbol, vectors_of, when
+from .builder import (
+    Expr,
+    Registers,
+    T,
+    build,
+    const,
+    either,
+    i64,
+    load,
+    loop,
+    minimum,
+    parallel,
+    splat,
+    store,
+    symbol,
+    vectors_of,
+    when,
+)
 from .isa import Isa, fma, to_float
-from .quantize_rows import store_reg
 from .rope_append import pages_shape
 
 ROWS = 48       # rows (queries x heads of a group) of one task
@@ -42,22 +58,22 @@ def prefill_attention(isa: Isa, spec: AttentionSpec) -> Any:
             order = T.bind(T.truncmod(task, blocks))
             half = T.bind(T.truncdiv(order, i64(2)))
             block = T.bind(T.Select(T.truncmod(order, i64(2)) == i64(0), half, blocks - i64(1) - half))
-            found = registers(2, 1, "int64")  # sequence, block inside it
-            store_reg(found, 0, i64(-1))
-            store_reg(found, 1, block)
+            found = Registers(2, 1, "int64")  # sequence, block inside it
+            found[0] = i64(-1)
+            found[1] = block
             with loop(b) as s:
                 count = T.bind(T.Cast("int64", query_start[s + i64(1)]) - T.Cast("int64", query_start[s]))
                 full = T.bind(T.truncdiv(count + i64(queries - 1), i64(queries)))
-                with when(found[i64(0)] < i64(0)):
-                    either(found[i64(1)] < full, lambda: store_reg(found, 0, s),
-                           lambda: store_reg(found, 1, found[i64(1)] - full))
-            with when(found[i64(0)] >= i64(0)):
+                with when(found[0] < i64(0)):
+                    either(found[1] < full, lambda: found.set(0, s),
+                           lambda: found.set(1, found[1] - full))
+            with when(found[0] >= i64(0)):
                 one_block(q, pages, page_table, query_start, lengths, layer, y, kv_head, found)
 
     def one_block(q: Any, pages: Any, page_table: Any, query_start: Any, lengths: Any, layer: Expr, y: Any, kv_head: Expr,
                   found: Any) -> None:
-        seq = T.bind(found[i64(0)])
-        inside = T.bind(found[i64(1)] * i64(queries))
+        seq = T.bind(found[0])
+        inside = T.bind(found[1] * i64(queries))
         base = T.bind(T.Cast("int64", query_start[seq]))
         count = T.bind(T.Cast("int64", query_start[seq + i64(1)]) - base)
         here = T.bind(minimum(count - inside, i64(queries)))             # queries of this block
@@ -132,17 +148,17 @@ def _product(isa: Isa, tile: int, index: Expr, left: Any, depth: int | Expr, rig
     """out[tile rows, columns] (+)= left[tile rows, :depth] @ right[:depth, columns], in register tiles."""
     for first in range(0, len(columns), COLUMNS):
         part = columns[first:first + COLUMNS]
-        sums = [[registers(1, n) for _, n in part] for _ in range(tile)]
+        sums = [[Registers(1, n) for _, n in part] for _ in range(tile)]
         rows = [T.bind(index * i64(tile) + i64(m)) for m in range(tile)]
         for m in range(tile):
             for c, (at, n) in enumerate(part):
-                store_reg(sums[m][c], 0, load(out, rows[m], i64(at), lanes=n) if accumulate else const(0.0, n))
+                sums[m][c][0] = load(out, rows[m], i64(at), lanes=n) if accumulate else const(0.0, n)
         with loop(depth) as k:
             vectors = [T.bind(load(right, k, i64(at), lanes=n)) for at, n in part]
             for m in range(tile):
                 value = T.bind(load(left, rows[m], k))
                 for c, (_, n) in enumerate(part):
-                    store_reg(sums[m][c], 0, fma(splat(value, n), vectors[c], sums[m][c][i64(0)]))
+                    sums[m][c][0] = fma(splat(value, n), vectors[c], sums[m][c][0])
         for m in range(tile):
             for c, (at, n) in enumerate(part):
-                store(out, sums[m][c][i64(0)], rows[m], i64(at), lanes=n)
+                store(out, sums[m][c][0], rows[m], i64(at), lanes=n)

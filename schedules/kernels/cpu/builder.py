@@ -98,9 +98,35 @@ def const(value: float, lanes: int = 1) -> Expr:
     return splat(T.float32(value), lanes)
 
 
-def registers(count: int, lanes: int, dtype: str = "float32") -> Any:
-    """A local array of vectors; constant indices make it registers. (scope="local" would be a heap call.)"""
-    return T.alloc_buffer((i64(count),), dtype if lanes == 1 else f"{dtype}x{lanes}")
+class Registers:
+    """Local vectors, read and written by constant index.
+
+    Each is a scalar-typed array of its own: TVM shares the storage of dead buffers whatever their vector types and then
+    trips over an access of the other type, and arrays above 1 KiB (or scope="local") would become heap calls.
+    """
+
+    def __init__(self, count: int, lanes: int, dtype: str = "float32", start: Expr | None = None) -> None:
+        self.lanes = lanes
+        self.buffers = [T.alloc_buffer((i64(lanes),), dtype) for _ in range(count)]
+        if start is not None:
+            for i in range(count):
+                self[i] = start
+
+    def __getitem__(self, index: int) -> Expr:
+        return load(self.buffers[index], i64(0), lanes=self.lanes)
+
+    def __setitem__(self, index: int, value: Expr) -> None:
+        store(self.buffers[index], value, i64(0), lanes=self.lanes)
+
+    def set(self, index: int, value: Expr) -> None:
+        self[index] = value
+
+
+def hold(value: Expr, lanes: int, dtype: str = "float32") -> Expr:
+    """A value that is used several times. TVM's simplifier copies a bound value that reads no buffer into each of its
+    uses, so a chain of `T.bind`s of arithmetic grows exponentially; a load is not copied."""
+    register = Registers(1, lanes, dtype, value)
+    return T.bind(register[0])
 
 
 def minimum(a: Expr, b: Expr) -> Expr:

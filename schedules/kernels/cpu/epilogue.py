@@ -6,7 +6,7 @@ from typing import Any
 
 from relaxpack.kernel_spec import LinearSpec
 
-from .builder import T, either, i64, load, loop, registers, store
+from .builder import T, either, i64, load, loop, store
 from .isa import silu
 from .layout import HALF, PANEL
 
@@ -50,7 +50,7 @@ def store_panel(spec: LinearSpec, sums: list[Expr], lanes: int, row: Expr, panel
             write(at, lanes, finish(v, at, lanes, *parts))
 
     def partial() -> None:
-        spill = registers(len(pairs[0]) * width, 1)
+        spill = T.alloc_buffer((i64(len(pairs[0]) * width),), "float32")
         for v, parts in enumerate(pairs):
             for part, value in enumerate(parts):
                 store(spill, value, i64(part * width + v * lanes), lanes=lanes)

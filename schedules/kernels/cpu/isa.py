@@ -11,7 +11,7 @@ from typing import Any
 from relaxpack.errors import CompileError
 from relaxpack.target import TargetSpec
 
-from .builder import T, const, splat
+from .builder import T, const, hold, splat
 
 Expr = Any
 
@@ -114,28 +114,20 @@ def _halves(x: Expr, lanes: int) -> tuple[Expr, Expr]:
     return low, high
 
 
-def reduce_sum(x: Expr, lanes: int) -> Expr:
+def reduce_sum(x: Expr, lanes: int, dtype: str = "float32") -> Expr:
     """Sum of the lanes as a tree. (llvm.vector.reduce.fadd without reassociation is a serial chain.)"""
     while lanes > 1:
-        low, high = _halves(T.bind(x), lanes)
+        low, high = _halves(hold(x, lanes, dtype), lanes)
         x, lanes = low + high, lanes // 2
     return x
 
 
 def reduce_max(x: Expr, lanes: int) -> Expr:
     while lanes > 1:
-        low, high = _halves(T.bind(x), lanes)
+        low, high = _halves(hold(x, lanes), lanes)
         lanes //= 2
         x = vmax(low, high, lanes)
     return x
-
-
-def hold(x: Expr, lanes: int) -> Expr:
-    """A value that is used several times, in a register. TVM's simplifier copies a bound value that reads no buffer
-    into each of its uses, so a chain of `T.bind`s grows exponentially (attention: 17 MB of IR, 6 s a kernel)."""
-    register = T.alloc_buffer((T.int64(1),), f32_type(lanes))
-    T.buffer_store(register, x, [T.int64(0)])
-    return T.bind(register[T.int64(0)])
 
 
 _LN2_HI, _LN2_LO = 0.693359375, -2.12194440e-4
@@ -158,7 +150,7 @@ def exp(x: Expr, lanes: int) -> Expr:
 
 
 def silu(x: Expr, lanes: int) -> Expr:
-    x = T.bind(x)
+    x = hold(x, lanes)
     return x / (const(1.0, lanes) + exp(const(0.0, lanes) - x, lanes))
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from relaxpack.kernel_spec import LinearSpec
 
-from .builder import Expr, T, build, const, either, i64, load, loop, minimum, parallel, registers, splat, symbol
+from .builder import Expr, Registers, T, build, const, either, i64, load, loop, minimum, parallel, splat, symbol
 from .epilogue import store_panel
 from .isa import Isa, fma, prefetch, to_float
 from .layout import PANEL, float_storage, weight_layout
-from .quantize_rows import store_reg
 
 UNROLL = 4
 PREFETCH_ROWS = 32
@@ -22,9 +21,9 @@ PREFETCH_ROWS = 32
 
 def _tile(isa: Isa, spec: LinearSpec, x: Any, weight: Any, panel: Expr, rows: list[Expr]) -> list[list[Expr]]:
     lanes, vectors, storage = isa.lanes, PANEL // isa.lanes, float_storage(spec.weight)
-    acc = registers(len(rows) * vectors, lanes)
+    acc = Registers(len(rows) * vectors, lanes)
     for i in range(len(rows) * vectors):
-        store_reg(acc, i, const(0.0, lanes))
+        acc[i] = const(0.0, lanes)
 
     def step(k: Expr) -> None:
         w = [T.bind(to_float(load(weight, panel, k, i64(v * lanes), lanes=lanes), storage, lanes))
@@ -32,7 +31,7 @@ def _tile(isa: Isa, spec: LinearSpec, x: Any, weight: Any, panel: Expr, rows: li
         for m, row in enumerate(rows):
             value = T.bind(splat(load(x, row, k), lanes))
             for v in range(vectors):
-                store_reg(acc, m * vectors + v, fma(w[v], value, acc[i64(m * vectors + v)]))
+                acc[m * vectors + v] = fma(w[v], value, acc[m * vectors + v])
 
     with loop(spec.in_features // UNROLL) as block:
         if len(rows) == 1:
@@ -46,7 +45,7 @@ def _tile(isa: Isa, spec: LinearSpec, x: Any, weight: Any, panel: Expr, rows: li
     if spec.in_features % UNROLL:
         with loop(spec.in_features % UNROLL) as u:
             step(u + i64(spec.in_features // UNROLL * UNROLL))
-    return [[acc[i64(m * vectors + v)] for v in range(vectors)] for m in range(len(rows))]
+    return [[acc[m * vectors + v] for v in range(vectors)] for m in range(len(rows))]
 
 
 def linear_float(isa: Isa, spec: LinearSpec) -> Any:

@@ -11,11 +11,11 @@ from typing import Any
 
 from relaxpack.kernel_spec import LinearSpec
 
-from .builder import Expr, T, build, const, either, i64, load, loop, minimum, parallel, registers, rows_loop, splat, symbol
+from .builder import Expr, Registers, T, build, const, either, i64, load, loop, minimum, parallel, rows_loop, splat, symbol
 from .epilogue import store_panel
 from .isa import Isa, fma, prefetch, to_float
-from .layout import HALF, OFFSETS, LARGEST, PANEL, Record, weight_layout
-from .quantize_rows import QuantizedRows, allocate, quantize_group, store_reg
+from .layout import HALF, LARGEST, OFFSETS, PANEL, Record, weight_layout
+from .quantize_rows import QuantizedRows, allocate, quantize_group
 
 PREFETCH_BYTES = 2048
 
@@ -50,9 +50,9 @@ def _tile(isa: Isa, spec: LinearSpec, weight: Any, q: QuantizedRows, panel: Expr
     """Sums [row][vector] of one panel over all of K."""
     record, lanes = Record(spec.weight), isa.lanes
     group_size, vectors = spec.weight.group_size, PANEL // lanes
-    acc = registers(len(rows) * vectors, lanes)
+    acc = Registers(len(rows) * vectors, lanes)
     for i in range(len(rows) * vectors):
-        store_reg(acc, i, const(0.0, lanes))
+        acc[i] = const(0.0, lanes)
     with loop(spec.in_features // group_size) as group:
         for v in range(vectors):
             half, lane = divmod(v * lanes, HALF)
@@ -74,11 +74,11 @@ def _tile(isa: Isa, spec: LinearSpec, weight: Any, q: QuantizedRows, panel: Expr
                     dot = isa.dot(codes, values, start, LARGEST[spec.weight.name])
                 index = m * vectors + v
                 total = fma(scale * splat(load(q.scales, row, group), lanes), T.Cast(f"float32x{lanes}", dot),
-                            acc[i64(index)])
+                            acc[index])
                 if low is not None:
                     total = fma(low, splat(load(q.sums, row, group), lanes), total)
-                store_reg(acc, index, total)
-    return [[acc[i64(m * vectors + v)] for v in range(vectors)] for m in range(len(rows))]
+                acc[index] = total
+    return [[acc[m * vectors + v] for v in range(vectors)] for m in range(len(rows))]
 
 
 def linear_quantized(isa: Isa, spec: LinearSpec) -> Any:

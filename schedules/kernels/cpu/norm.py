@@ -6,9 +6,8 @@ from typing import Any
 
 from relaxpack.kernel_spec import NormSpec
 
-from .builder import Expr, T, build, const, i64, load, loop, registers, rows_loop, splat, store, symbol
+from .builder import Expr, Registers, T, build, const, i64, load, loop, rows_loop, splat, store, symbol
 from .isa import Isa, fma, reduce_sum
-from .quantize_rows import store_reg
 
 CHAINS = 4
 
@@ -26,11 +25,11 @@ def norm(isa: Isa, spec: NormSpec) -> Any:
         total = names.get("total")
 
         def one(row: Expr) -> None:
-            acc = registers(CHAINS, lanes)
-            rest = registers(1, 1)
+            acc = Registers(CHAINS, lanes)
+            rest = Registers(1, 1)
             for c in range(CHAINS):
-                store_reg(acc, c, const(0.0, lanes))
-            store_reg(rest, 0, T.float32(0))
+                acc[c] = const(0.0, lanes)
+            rest[0] = T.float32(0)
 
             def square(at: Expr, n: int, into: Any, index: int) -> None:
                 value = load(x, row, at, lanes=n)
@@ -39,7 +38,7 @@ def norm(isa: Isa, spec: NormSpec) -> Any:
                 value = T.bind(value)
                 if total is not None:
                     store(total, value, row, at, lanes=n)
-                store_reg(into, index, fma(value, value, into[i64(index)]))
+                into[index] = fma(value, value, into[index])
 
             step = CHAINS * lanes
             with loop(size // step) as i:
@@ -52,8 +51,8 @@ def norm(isa: Isa, spec: NormSpec) -> Any:
             if done < size:
                 with loop(size - done) as i:
                     square(i + i64(done), 1, rest, 0)
-            summed = acc[i64(0)] + acc[i64(1)] + (acc[i64(2)] + acc[i64(3)])
-            mean = (reduce_sum(summed, lanes) + rest[i64(0)]) * T.float32(1 / size)
+            summed = acc[0] + acc[1] + (acc[2] + acc[3])
+            mean = (reduce_sum(summed, lanes) + rest[0]) * T.float32(1 / size)
             inverse = T.bind(T.float32(1) / T.sqrt(mean + T.float32(spec.epsilon)))
             source = total if total is not None else x
 

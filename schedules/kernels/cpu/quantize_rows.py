@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .builder import T, const, i64, load, registers, splat, store
+from .builder import Registers, T, hold, i64, load, splat, store
 from .isa import Isa, nearest, reduce_max, reduce_sum, vabs, vmax
 
 Expr = Any
@@ -35,29 +35,25 @@ def quantize_group(isa: Isa, x: Any, row: Expr, group: Expr, size: int, offset: 
     """Emit the quantisation of one group of one row."""
     lanes = min(isa.lanes, size)
     pieces = size // lanes
-    regs = registers(pieces, lanes)
+    regs = Registers(pieces, lanes)
     for i in range(pieces):
-        store_reg(regs, i, load(x, row, group * i64(size) + i64(i * lanes), lanes=lanes))
-    biggest = vabs(regs[i64(0)], lanes)
+        regs[i] = load(x, row, group * i64(size) + i64(i * lanes), lanes=lanes)
+    biggest = vabs(regs[0], lanes)
     for i in range(1, pieces):
-        biggest = vmax(biggest, vabs(regs[i64(i)], lanes), lanes)
-    biggest = T.bind(reduce_max(biggest, lanes))
-    scale = T.bind(biggest * T.float32(1 / 127))
-    inverse = T.bind(T.float32(127) / T.max(biggest, T.float32(1e-30)))
+        biggest = vmax(biggest, vabs(regs[i], lanes), lanes)
+    biggest = hold(reduce_max(biggest, lanes), 1)
+    scale = hold(biggest * T.float32(1 / 127), 1)
+    inverse = hold(T.float32(127) / T.max(biggest, T.float32(1e-30)), 1)
     total = None
     for i in range(pieces):
-        q = T.bind(T.Cast(f"int32x{lanes}", nearest(regs[i64(i)] * splat(inverse, lanes), lanes)))
+        q = hold(T.Cast(f"int32x{lanes}", nearest(regs[i] * splat(inverse, lanes), lanes)), lanes, "int32")
         total = q if total is None else total + q
         store(out.values, T.reinterpret(f"int32x{lanes // 4}", T.Cast(f"int8x{lanes}", q)),
               row, group * i64(size // 4) + i64(i * lanes // 4), lanes=lanes // 4)
     store(out.scales, scale, row, group)
     if out.sums is not None or out.starts is not None:
-        summed = T.bind(reduce_sum(total, lanes))
+        summed = hold(reduce_sum(total, lanes, "int32"), 1, "int32")
         if out.sums is not None:
             store(out.sums, scale * T.Cast("float32", summed), row, group)
         if out.starts is not None:
             store(out.starts, summed * T.int32(-offset), row, group)
-
-
-def store_reg(regs: Any, index: int, value: Expr) -> None:
-    T.buffer_store(regs, value, [i64(index)])

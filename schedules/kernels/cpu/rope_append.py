@@ -8,8 +8,8 @@ from typing import Any
 
 from relaxpack.kernel_spec import AttentionSpec
 
-from .builder import Expr, T, build, const, i64, load, loop, registers, rows_loop, splat, store, symbol, vectors_of
-from .isa import Isa, f32_type, fma, reduce_sum
+from .builder import Expr, T, build, i64, load, loop, rows_loop, splat, store, symbol, vectors_of
+from .isa import Isa, fma, reduce_sum
 
 
 def pages_shape(spec: AttentionSpec, num_pages: Expr) -> tuple[Any, ...]:
