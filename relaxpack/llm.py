@@ -43,6 +43,7 @@ class LLM:
 
         loaded = load_model(bundle, num_pages=num_pages, kind=device)
         engine = Engine(loaded.runner, end_token_ids=loaded.info.end_token_ids,
+                        executor=loaded.make_executor(),
                         make_constraint=_grammars(loaded.tokenizer, loaded.info))
         self._setup(engine, loaded.tokenizer, loaded.info)
 

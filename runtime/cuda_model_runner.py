@@ -72,7 +72,7 @@ class CudaModelRunner:
         self.info, self.device = info, device
         self.page_size, self.max_batch = info.page_size, info.max_batch
         self.prefill_chunk, self.max_context = info.prefill_chunk, info.max_context
-        self.vocab_size = info.vocab_size
+        self.vocab_size, self.max_logit_rows = info.vocab_size, info.max_batch
         self.buckets = tuple(buckets) if graphs else ()
         self.eager_decode_steps = 0
         self.graph_decode_steps = 0

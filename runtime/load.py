@@ -13,8 +13,9 @@ import numpy as np
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.manifest import TargetEntry
 from relaxpack.model_info import ModelInfo
+from relaxpack.runtime.executor import HostExecutor
 from relaxpack.runtime.model_runner import CpuModelRunner
-from relaxpack.runtime.step_plan import ModelRunner
+from relaxpack.runtime.step_plan import StepExecutor
 from relaxpack.runtime.tokenizer import Tokenizer
 from relaxpack.runtime.vm import Library, as_tensor, device_for
 
@@ -26,8 +27,16 @@ if TYPE_CHECKING:
 class LoadedModel:
     bundle: Bundle
     info: ModelInfo
-    runner: ModelRunner
+    runner: CpuModelRunner | CudaModelRunner
     tokenizer: Tokenizer
+
+    def make_executor(self) -> StepExecutor:
+        """How the engine runs steps of this model: tokens are sampled on the device where there is one."""
+        if isinstance(self.runner, CpuModelRunner):
+            return HostExecutor(self.runner)
+        from relaxpack.runtime.cuda_executor import CudaExecutor
+
+        return CudaExecutor(self.runner)
 
 
 def make_runner(library: Path, entry: TargetEntry, info: ModelInfo, parameters: Iterable[np.ndarray],
