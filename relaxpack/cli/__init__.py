@@ -45,6 +45,10 @@ COMMANDS: dict[str, LazyCommand] = {
 }
 
 
+class _Interrupted(Exception):
+    pass
+
+
 class LazyGroup(click.Group):
     """Imports a command's module when the command is called, and lists only modules that exist."""
 
@@ -58,6 +62,12 @@ class LazyGroup(click.Group):
         module, _, attribute = COMMANDS[cmd_name].path.partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _Interrupted from None     # click would answer with an empty line of its own
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -85,7 +95,9 @@ def run(args: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except click.ClickException as error:
         return _say(_usage(error), error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
+    except (_Interrupted, click.Abort, KeyboardInterrupt):
+        if sys.stderr.isatty():
+            print(file=sys.stderr)           # the terminal has shown ^C in this line
         return _say("interrupted", INTERRUPTED)
     except RelaxpackError as error:
         return _say(str(error), error.exit_code)

@@ -88,7 +88,7 @@ def test_ctrl_c(command, capsys):
         raise KeyboardInterrupt
     command(body)
     assert cli.run(["boom"]) == 130
-    assert capsys.readouterr().err.strip() == "relaxpack: interrupted"
+    assert capsys.readouterr().err == "relaxpack: interrupted\n"
 
 
 def test_a_bug_shows_its_traceback(command):
