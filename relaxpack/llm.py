@@ -42,7 +42,7 @@ class LLM:
         from relaxpack.runtime.load import load_model  # imports TVM, which only a real bundle needs
 
         loaded = load_model(bundle, num_pages=num_pages, kind=device)
-        engine = Engine(loaded.runner, end_token_ids=loaded.info.end_token_ids,
+        engine = Engine(loaded.runner, executor=loaded.make_executor(), end_token_ids=loaded.info.end_token_ids,
                         executor=loaded.make_executor(),
                         make_constraint=_grammars(loaded.tokenizer, loaded.info))
         self._setup(engine, loaded.tokenizer, loaded.info)
