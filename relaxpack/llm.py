@@ -43,7 +43,6 @@ class LLM:
 
         loaded = load_model(bundle, num_pages=num_pages, kind=device)
         engine = Engine(loaded.runner, executor=loaded.make_executor(), end_token_ids=loaded.info.end_token_ids,
-                        executor=loaded.make_executor(),
                         make_constraint=_grammars(loaded.tokenizer, loaded.info))
         self._setup(engine, loaded.tokenizer, loaded.info)
 
