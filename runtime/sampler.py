@@ -244,14 +244,23 @@ def score(
     logits: np.ndarray, rows: Sequence[int], token_ids: Sequence[int], tops: Sequence[int],
 ) -> list[TokenLogprobs]:
     """Log-probabilities of token_ids[i] and of the tops[i] likeliest tokens at logits[rows[i]]."""
-    picked = logits[list(rows)]                                      # [n, V]
+    at_once = max(1, _CACHED_LOGITS // logits.shape[1])
+    found: list[TokenLogprobs] = []
+    for i in range(0, len(rows), at_once):
+        part = slice(i, i + at_once)
+        found += _score(logits[list(rows[part])], token_ids[part], tops[part])
+    return found
+
+
+def _score(picked: np.ndarray, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
+    """`score` for float32 [n, V], row by row."""
     peak = picked.max(axis=1)
     total = np.exp(picked - peak[:, None]).sum(axis=1, dtype=np.float64)
     log_total = peak.astype(np.float64) + np.log(total)
-    own = picked[np.arange(len(rows)), list(token_ids)] - log_total
+    own = picked[np.arange(len(picked)), list(token_ids)] - log_total
     most = max(tops)
-    best_ids = np.zeros((len(rows), 0), np.int64)
-    best = np.zeros((len(rows), 0))
+    best_ids = np.zeros((len(picked), 0), np.int64)
+    best = np.zeros((len(picked), 0))
     if most:
         best_ids, values = top_candidates(picked, most)
         order = np.argsort(-values, axis=1, kind="stable")[:, :most]      # ties: the lower id first
