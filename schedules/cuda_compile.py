@@ -206,7 +206,8 @@ def _register_mixed_pipeline() -> None:
 
         @tvm.transform.module_pass(opt_level=0)
         def lower(mod: Any, _context: Any) -> Any:
-            blocks, plain = {}, {}
+            blocks: dict[Any, Any] = {}
+            plain: dict[Any, Any] = {}
             for name, function in mod.functions_items():
                 (blocks if function.attrs.get("s_tir", False) else plain)[name] = function
             result = tvm.IRModule({}, attrs=mod.attrs)
