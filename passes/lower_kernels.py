@@ -134,7 +134,8 @@ class _Rewriter(FunctionRewriter):
         """Emit the stages of a kernel; the result is the output, or a tuple of the outputs in their order."""
         buffers = dict(buffers)
         rows = next(iter(outputs.values())).shape[0]
-        symbols = {"t": rows, "b": self._sequences(buffers)}
+        sequences = buffers["lengths"].ty.shape[0] if "lengths" in buffers else rows
+        symbols = {"t": rows, "b": sequences}
         types = dict(outputs)
         for name, (shape, dtype) in kernel.temporaries.items():
             types[name] = relax.TensorType([symbols[d] if isinstance(d, str) else d for d in shape], dtype)
@@ -155,9 +156,6 @@ class _Rewriter(FunctionRewriter):
                 self.pages = buffers["pages"]
         results = [buffers[name] for name in outputs]
         return results[0] if len(results) == 1 else relax.Tuple(results)
-
-    def _sequences(self, buffers: dict[str, Any]) -> Any:
-        return buffers["lengths"].ty.shape[0] if "lengths" in buffers else None
 
     def _global_var(self, name: str, func: Any) -> Any:
         if name not in self.global_vars:

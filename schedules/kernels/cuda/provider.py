@@ -1,0 +1,81 @@
+"""`CudaKernels`: answers the compiler's kernel questions for one NVIDIA GPU architecture. Naming and caching happen here,
+choosing matmul kernels in `linear.py`, the kernels are one file each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import numpy as np
+
+from relaxpack.errors import CompileError
+from relaxpack.kernel_spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    Kernel,
+    LinearSpec,
+    NormSpec,
+    SamplingSpec,
+    Stage,
+    WeightLayout,
+)
+from relaxpack.schedules.kernels.cuda import packing
+from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
+from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
+from relaxpack.schedules.kernels.cuda.embedding import embedding
+from relaxpack.schedules.kernels.cuda.linear import linear
+from relaxpack.schedules.kernels.cuda.norm import norm
+from relaxpack.schedules.kernels.cuda.rope_append import rope_append
+from relaxpack.schedules.kernels.cuda.sampling import sample
+from relaxpack.target import TargetSpec
+from relaxpack.weight_format import QuantizedTensor, WeightFormat
+
+
+class CudaKernels:
+    """`KernelProvider` for a CUDA target. Equal specs give the very same Kernel."""
+
+    def __init__(self, target: TargetSpec) -> None:
+        if target.kind != "cuda":
+            raise CompileError(f"target {target.name} is not a GPU")
+        self.target, self.arch = target, target.arch
+        self._kernels: dict[Hashable, Kernel] = {}
+
+    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
+        return packing.weight_layout(weight, out_features, in_features, swiglu)
+
+    def pack(self, layout: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str, np.ndarray]:
+        return packing.pack(layout, weight)
+
+    def linear(self, spec: LinearSpec) -> Kernel:
+        return self._cached(("linear", spec), lambda: linear(spec, self.arch))
+
+    def embedding(self, spec: EmbeddingSpec) -> Kernel:
+        name = f"embedding_{spec.weight.name}_{spec.vocab_size}x{spec.hidden_size}_{spec.activation_dtype}"
+        layout = self.weight_layout(spec.weight, spec.vocab_size, spec.hidden_size, False)
+        buffers = tuple("weight" + (f".{suffix}" if suffix else "") for suffix, _, _ in layout.buffers)
+        return self._cached(("embedding", spec), lambda: Kernel(
+            (Stage(embedding(spec, name=name), name, ("token_ids", *buffers), ("y",)),), "rule:cuda.embedding"))
+
+    def norm(self, spec: NormSpec) -> Kernel:
+        name = f"{'add_' if spec.residual else ''}rms_norm_{spec.hidden_size}_{spec.activation_dtype}"
+        inputs = ("x", "residual", "weight") if spec.residual else ("x", "weight")
+        outputs = ("total", "y") if spec.residual else ("y",)
+        return self._cached(("norm", spec), lambda: Kernel(
+            (Stage(norm(spec, name=name), name, inputs, outputs),), "rule:cuda.norm"))
+
+    def rope_append(self, spec: AttentionSpec) -> Kernel:
+        return self._cached(("rope_append", spec), lambda: rope_append(spec))
+
+    def decode_attention(self, spec: AttentionSpec) -> Kernel:
+        return self._cached(("decode_attention", spec), lambda: decode_attention(spec, self.arch))
+
+    def prefill_attention(self, spec: AttentionSpec) -> Kernel:
+        return self._cached(("prefill_attention", spec), lambda: prefill_attention(spec, self.arch))
+
+    def sample(self, spec: SamplingSpec) -> Kernel:
+        return self._cached(("sample", spec), lambda: sample(spec))
+
+    def _cached(self, key: Hashable, make: Callable[[], Kernel]) -> Kernel:
+        if key not in self._kernels:
+            self._kernels[key] = make()
+        return self._kernels[key]
