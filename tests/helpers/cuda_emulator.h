@@ -105,6 +105,55 @@ template <bool TRANS> void ldmatrix4(uint32_t* r, uint32_t addr) {
   }
   wait(kWarpWait);
 }
+// mbarrier: phase, pending and count in one 64-bit word of shared memory
+struct Barrier { uint16_t phase, pending, count, pad; };
+inline Barrier& barrier(uint32_t addr) { return *(Barrier*)(smem + addr); }
+inline void mbarrier_init(uint32_t addr, uint32_t n) { barrier(addr) = {0, (uint16_t)n, (uint16_t)n, 0}; }
+inline void mbarrier_arrive(uint32_t addr) {
+  Barrier& b = barrier(addr);
+  if (--b.pending == 0) { b.pending = b.count; b.phase ^= 1; }
+}
+inline void mbarrier_wait(uint32_t addr, uint32_t parity) {
+  long tries = 0;
+  while ((barrier(addr).phase & 1) == (parity & 1)) {
+    if (++tries > 2000000) { fprintf(stderr, "mbarrier wait never ends\n"); abort(); }
+    wait(kRun);
+  }
+}
+// One operand element of wgmma by the canonical 128-byte-swizzled layouts; descriptor fields in 16-byte units.
+template <bool BF> float operand(uint64_t desc, bool k_major, int mn, int k) {
+  uint64_t start = (desc & 0x3fff) * 16, leading = (desc >> 16 & 0x3fff) * 16, stride = (desc >> 32 & 0x3fff) * 16;
+  if (desc >> 62 != 1) { fprintf(stderr, "only 128-byte swizzle is emulated\n"); abort(); }
+  uint64_t at = k_major ? start + mn % 8 * 128 + mn / 8 * stride + k * 2
+                        : start + mn % 64 * 2 + mn / 64 * leading + k % 8 * 128 + k / 8 * stride;
+  at ^= (at >> 7 & 7) << 4;
+  if (at + 2 > kSmem) { fprintf(stderr, "wgmma operand outside shared memory\n"); abort(); }
+  uint16_t v; memcpy(&v, smem + at, 2);
+  return BF ? bf(v) : _cvtsh_ss(v);
+}
+template <bool BF, int N> void wgmma(float* c, const uint32_t* a, uint64_t a_desc, uint64_t b_desc, bool add, bool a_trans,
+                                     bool b_trans) {
+  int g = lane_id() / 4, t = lane_id() % 4, warp = cur->index / kWarp % 4;
+  float left[2][16];
+  if (a) {
+    cur->slot = a; wait(kWarpWait);
+    for (int k = 0; k < 16; ++k) for (int i = 0; i < 2; ++i)
+      left[i][k] = elem<BF>(((const uint32_t*)lane(g * 4 + k % 8 / 2).slot)[k / 8 * 2 + i], k % 2);
+    wait(kWarpWait);
+  } else {
+    for (int k = 0; k < 16; ++k) for (int i = 0; i < 2; ++i)
+      left[i][k] = operand<BF>(a_desc, !a_trans, warp * 16 + g + 8 * i, k);
+  }
+  for (int n = 0; n < N / 8; ++n) for (int j = 0; j < 2; ++j) {
+    float right[16];
+    for (int k = 0; k < 16; ++k) right[k] = operand<BF>(b_desc, !b_trans, n * 8 + t * 2 + j, k);
+    for (int i = 0; i < 2; ++i) {
+      float s = add ? c[n * 4 + i * 2 + j] : 0;
+      for (int k = 0; k < 16; ++k) s += left[i][k] * right[k];
+      c[n * 4 + i * 2 + j] = s;
+    }
+  }
+}
 inline uint32_t movmatrix(uint32_t v) {
   uint32_t mine = v, r = 0;
   cur->slot = &mine; wait(kWarpWait);

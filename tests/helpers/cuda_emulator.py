@@ -44,6 +44,14 @@ RULES: list[tuple[str, Any]] = [
         f"{{ uint32_t r[4]; emu::ldmatrix4<{'true' if '.trans' in m else 'false'}>(r, {i[0]}); "
         + " ".join(f"{v} = r[{k}];" for k, v in enumerate(o)) + " }"),
     (r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", lambda o, i, m: f"{o[0]} = emu::movmatrix({i[0]});"),
+    (r"\{ \.reg \.pred ps0; setp\.ne\.b32 ps0, %\d+, 0; wgmma\.mma_async\S+", lambda o, i, m: _wgmma(o, i, m)),
+    (r"wgmma\.(fence|commit_group|wait_group)\.\S+", lambda o, i, m: ""),
+    (r"(setmaxnreg|fence\.proxy)\.\S+", lambda o, i, m: ""),
+    (r"mbarrier\.init\.\S+", lambda o, i, m: f"emu::mbarrier_init({i[0]}, {i[1]});"),
+    (r"mbarrier\.arrive\.shared\.b64", lambda o, i, m: f"emu::mbarrier_arrive({i[0]});"),
+    (r"\{ \.reg \.pred p; setp\.ne\.b32 p, %1, 0; @p mbarrier\.arrive\.shared\.b64", lambda o, i, m:
+        f"if ({i[1]}) emu::mbarrier_arrive({i[0]});"),
+    (r"", lambda o, i, m: "" if not m else None),
     (r"cp\.async\.commit_group", lambda o, i, m: "emu::commit_group();"),
     (r"cp\.async\.wait_group", lambda o, i, m: f"emu::wait_group({m.split()[-1]});"),
     (r"cp\.async\.c[ga]\.shared\.global\S*", lambda o, i, m:
@@ -51,6 +59,20 @@ RULES: list[tuple[str, Any]] = [
 ]
 ASM = re.compile(r'asm volatile\("([^"]*)"\s*:(.*?):(.*?)(?::\s*"memory"\s*)?\);', re.S)
 OPERAND = re.compile(r'"[^"]*"\(((?:[^()]|\([^()]*\))*)\)')
+
+
+def _wgmma(out: list[str], inp: list[str], text: str) -> str:
+    """Accumulators are read and written; A is a descriptor or four registers; the tail is scale_d, signs, transposes."""
+    n = int(re.findall(r"m64n(\d+)k16", text)[0])
+    tail = [int(v) for v in re.findall(r"ps0, ([-\d, ]+);", text)[0].split(",")][2:]
+    in_registers = len(inp) == 6
+    a = "a" if in_registers else "nullptr"
+    transposes = [0, *tail] if in_registers else tail
+    return (f"{{ float c[{n // 2}] = {{{', '.join(out)}}}; "
+            + (f"uint32_t a[4] = {{{', '.join(inp[:4])}}}; " if in_registers else "")
+            + f"emu::wgmma<{'true' if '.bf16.' in text else 'false'}, {n}>(c, {a}, {'0' if in_registers else inp[0]}, "
+            f"{inp[-2]}, {inp[-1]}, {transposes[0]}, {transposes[1]}); "
+            + " ".join(f"{v} = c[{k}];" for k, v in enumerate(out)) + " }")
 
 
 def _copy_bytes(text: str) -> str:
@@ -65,8 +87,8 @@ def _translate(match: re.Match[str]) -> str:
     text = match[1].strip().rstrip(";")
     out, inp = OPERAND.findall(match[2]), OPERAND.findall(match[3])
     for pattern, emit in RULES:
-        if re.match(pattern + r"(\s|$)", text):
-            return emit(out, inp, text)
+        if re.match(pattern + r"(\s|$)", text) and (code := emit(out, inp, text)) is not None:
+            return code
     raise NotImplementedError(f"the emulator has no rule for: {text}")
 
 
@@ -77,6 +99,8 @@ class EmulatedModule:
         body = source[source.index("#define ushort unsigned short"):]
         body = body[body.index("#endif") + len("#endif"):]
         body = ASM.sub(_translate, re.sub(r"#include <\w+\.h>\n", "", body))
+        body = re.sub(r'asm volatile\(\s*"\{\\n"\s*"\.reg \.pred\s+P1;\\n"\s*"LAB_WAIT.*?"memory"\);',
+                      "emu::mbarrier_wait(barrier_addr_int, phase);", body, flags=re.S)
         self.parameters: dict[str, list[tuple[str, str]]] = {}
         wrappers = []
         for m in re.finditer(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^)]*)\);', body):
@@ -86,7 +110,7 @@ class EmulatedModule:
             wrappers.append(f'extern "C" void emu_{m[1]}(void** a) {{ {m[1]}({args}); }}')
         pools = set(re.findall(r"extern __shared__ __align__\(\d+\) uchar (\w+)\[\];", body))
         body = re.sub(r"extern __shared__ __align__\(\d+\) uchar (\w+)\[\];", r"uchar* \1 = emu::smem;", body)
-        body = body.replace("__cvta_generic_to_shared(p)", "(unsigned)((unsigned char*)p - emu::smem)")
+        body = re.sub(r"__cvta_generic_to_shared\((\w+)\)", r"(unsigned)((unsigned char*)\1 - emu::smem)", body)
         body = re.sub(r"\b__shared__ ", "static ", body)
         prelude = ('#include "cuda_emulator.h"\n'
                    "template <class V> void memcpy4(V& a, V& b, V& c, V& d, const void* p) {\n"

@@ -14,6 +14,7 @@ from typing import Any
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, Stage
+from relaxpack.schedules.kernels.cuda import attention_prefill_hopper as hopper
 from relaxpack.schedules.kernels.cuda.attention_decode import LIMITS, row_chunks
 from relaxpack.schedules.kernels.cuda.fragments import (
     COMMIT,
@@ -303,12 +304,17 @@ def check_spec(spec: AttentionSpec) -> None:
                            f"heads a multiple of {spec.num_kv_heads} KV heads")
 
 
-def prefill_attention(spec: AttentionSpec, arch: str = "sm_90a", tuning: PrefillTuning | None = None) -> Kernel:
+def prefill_attention(spec: AttentionSpec, arch: str = "sm_90a",
+                      tuning: PrefillTuning | hopper.HopperTuning | None = None) -> Kernel:
     """q I[t, H*D], layer, pages, page_table i32[b, max_pages], query_start i32[b+1], lengths i32[b] → y I[t, H*D]."""
     check_spec(spec)
-    tuning = tuning or default_tuning(spec, arch)
+    if tuning is None:
+        on_hopper = arch == "sm_90a" and hopper.supported(spec)
+        tuning = hopper.default_tuning(spec) if on_hopper else default_tuning(spec, arch)
     name = (f"prefill_attention_{SHORT[spec.kv_dtype]}_h{spec.num_heads}x{spec.num_kv_heads}_d{spec.head_dim}"
             f"_p{spec.page_size}x{spec.max_pages}" + (f"_w{spec.window}" if spec.window else ""))
-    stage = Stage(finish(_function(spec, tuning)), name,
+    build = hopper.function if isinstance(tuning, hopper.HopperTuning) else _function
+    stage = Stage(finish(build(spec, tuning)), name,
                   inputs=("q", "layer", "pages", "page_table", "query_start", "lengths"), outputs=("y",))
-    return Kernel((stage,), source="rule:cuda.prefill_attention")
+    source = "rule:cuda.prefill_attention" + ("_hopper" if build is hopper.function else "")
+    return Kernel((stage,), source=source)

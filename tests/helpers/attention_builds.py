@@ -1,0 +1,91 @@
+"""Builds a set of attention and sampling kernels into one library plus a manifest, for a GPU machine that has only
+TVM's runtime; `attention_device.py` is the other half and imports no compiler.
+
+`python -m tests.helpers.attention_builds FOLDER [--arch sm_90a]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import cuda_harness
+from relaxpack.kernel_spec import AttentionSpec, Kernel, SamplingSpec
+from relaxpack.schedules.kernels.cuda.attention_decode import DecodeTuning, decode_attention
+from relaxpack.schedules.kernels.cuda.attention_prefill import PrefillTuning, prefill_attention
+from relaxpack.schedules.kernels.cuda.rope_append import rope_append
+from relaxpack.schedules.kernels.cuda.sampling import sample
+
+
+def spec(heads: int, kv_heads: int, head_dim: int, page_size: int = 16, max_pages: int = 512, dtype: str = "bfloat16",
+         window: int | None = None, norm: float | None = None, rotary_dim: int | None = None) -> AttentionSpec:
+    return AttentionSpec(2, heads, kv_heads, head_dim, rotary_dim or head_dim, page_size, max_pages, 8192, dtype, dtype,
+                         head_dim ** -0.5, window, norm)
+
+
+LLAMA_8B, LLAMA_1B, QWEN_7B = spec(32, 8, 128, 16, 2048), spec(32, 8, 64, 16, 2048), spec(28, 4, 128, 16, 2048)
+# small ones for numerics: every head_dim, page size, dtype, group size, with and without a window
+SMALL = {
+    "d64_p16": spec(8, 2, 64), "d96_p16_w": spec(6, 2, 96, window=100), "d128_p64_f16": spec(8, 1, 128, 64, 160, "float16"),
+    "d256_p16": spec(4, 4, 256), "d128_p8": spec(12, 4, 128, 8, 1100), "d80_p16": spec(4, 1, 80),
+    "d128_g16": spec(16, 1, 128, 64, 160), "d128_p64_w": spec(8, 2, 128, 64, 160, window=700),
+}
+
+
+def builds(tune: bool) -> dict[str, tuple[Any, Kernel]]:
+    """Name → (spec, kernel). With `tune` also the variants of the search spaces worth timing."""
+    found: dict[str, tuple[Any, Kernel]] = {}
+    for name, s in {**SMALL, "8b": LLAMA_8B, "1b": LLAMA_1B, "7b": QWEN_7B}.items():
+        found[f"decode.{name}"] = s, decode_attention(s)
+        found[f"prefill.{name}"] = s, prefill_attention(s)
+        if name in SMALL:                                  # the version for other architectures, on this one
+            found[f"prefill.{name}@mma"] = s, prefill_attention(s, "sm_90")
+    for name, s in (("8b", LLAMA_8B), ("norm", spec(8, 2, 128, norm=1e-6)), ("partial", spec(4, 2, 96, rotary_dim=32)),
+                    ("f16", spec(4, 1, 64, 64, 160, "float16", rotary_dim=24))):
+        found[f"rope.{name}"] = s, rope_append(s)
+    found["sample.128256"] = SamplingSpec(128256), sample(SamplingSpec(128256))
+    found["sample.5003c"] = SamplingSpec(5003, True), sample(SamplingSpec(5003, True))
+    if tune:
+        sms = 132
+        for warps, stages, per in ((4, 2, 3), (4, 4, 1), (8, 2, 1), (4, 3, 1)):
+            found[f"decode.8b@w{warps}s{stages}x{per}"] = LLAMA_8B, decode_attention(
+                LLAMA_8B, "sm_90a", DecodeTuning(warps, stages, sms * per))
+        for warps, rows, keys in ((4, 2, 32), (8, 1, 64), (4, 2, 64)):
+            found[f"prefill.8b@w{warps}r{rows}k{keys}"] = LLAMA_8B, prefill_attention(
+                LLAMA_8B, "sm_90a", PrefillTuning(warps, rows, keys))
+    return found
+
+
+def build(folder: Path, arch: str, tune: bool, only: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    funcs: dict[str, Any] = {}
+    manifest: dict[str, Any] = {"arch": arch, "kernels": {}}
+    for name, (s, kernel) in builds(tune).items():
+        if only and only not in name:
+            continue
+        stages = []
+        for i, stage in enumerate(kernel.stages):
+            function = f"{name}.{i}".replace(".", "_").replace("@", "_")
+            funcs[function] = stage.func
+            stages.append({"function": function, "inputs": stage.inputs, "outputs": stage.outputs})
+        manifest["kernels"][name] = {"spec": dataclasses.asdict(s), "stages": stages, "temporaries": kernel.temporaries}
+    executable = cuda_harness.lower(funcs, arch)
+    executable.export_library(str(folder / "kernels.so"))
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    print(f"{len(funcs)} functions in {time.perf_counter() - start:.0f} s, "
+          f"{(folder / 'kernels.so').stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--arch", default="sm_90a")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--only", default="")
+    args = parser.parse_args()
+    build(args.folder, args.arch, args.tune, args.only)
