@@ -7,12 +7,13 @@ ids here; chat templates and histories are above. For many threads or HTTP, see 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 from relaxpack.runtime.detokenizer import Detokenizer
 from relaxpack.runtime.engine import Engine, TokenEvent
-from relaxpack.runtime.request import FinishReason, Request
+from relaxpack.runtime.request import FinishReason, Request, SequenceStatus
 from relaxpack.runtime.sampler import TokenLogprobs
 from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.stop_matcher import StopMatcher
@@ -96,6 +97,7 @@ class TextGenerator:
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self._inboxes: dict[str, deque[TokenEvent]] = {}    # by request; streams may take turns stepping the engine
 
     def stream(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *,
                continuation: bool = False, show: Iterable[str] = (), salt: str = "",
@@ -106,25 +108,37 @@ class TextGenerator:
         `cancelled` is asked between steps; then, or when the iterator is closed, what runs ends as "abort".
         """
         requests: list[Request] = []
+        inbox: deque[TokenEvent] = deque()
         outputs: dict[tuple[str, int], tuple[Completion, TextStream]] = {}
         try:
             for number, prompt_ids in enumerate(prompts):
                 request = self.engine.add(prompt_ids, params, salt=salt)
                 requests.append(request)
+                self._inboxes[request.id] = inbox
                 for index in range(params.n):
                     detokenizer = self.tokenizer.detokenizer(continuation=continuation, show=show)
                     outputs[request.id, index] = (Completion(number, index, request.prompt_ids),
                                                   TextStream(detokenizer, params.stop))
-            while not all(request.finished for request in requests):
-                events = self.engine.step()
-                if cancelled():
-                    events += [event for request in requests for event in self.engine.cancel(request)]
-                for event in events:
-                    if (event.request.id, event.sequence.index) in outputs:
-                        yield self._apply(event, *outputs[event.request.id, event.sequence.index])
+            while inbox or not all(request.finished for request in requests):
+                if not inbox:
+                    self._deliver(self.engine.step())
+                    if cancelled():
+                        for request in requests:
+                            self._deliver(self.engine.cancel(request))
+                while inbox:
+                    event = inbox.popleft()
+                    completion, text_stream = outputs[event.request.id, event.sequence.index]
+                    if completion.finish_reason is None:     # else more tokens came before its stop string was seen
+                        yield self._apply(event, completion, text_stream)
         finally:
             for request in requests:
                 self.engine.cancel(request)
+                self._inboxes.pop(request.id, None)
+
+    def _deliver(self, events: Iterable[TokenEvent]) -> None:
+        for event in events:
+            if (inbox := self._inboxes.get(event.request.id)) is not None:
+                inbox.append(event)
 
     def complete(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, continuation: bool = False,
                  show: Iterable[str] = (), salt: str = "") -> list[Completion]:
@@ -142,7 +156,7 @@ class TextGenerator:
             if sequence.stop_token_id is None:
                 text = stream.add([event.token_id])
         reason = event.finish_reason
-        if stream.stop is not None and reason is None:
+        if stream.stop is not None and sequence.status is not SequenceStatus.FINISHED:
             self.engine.finish(sequence, FinishReason.STOP)
         if reason is not None:
             text += stream.finish()

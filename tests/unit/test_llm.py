@@ -82,6 +82,27 @@ def test_closing_a_stream_cancels_the_request():
     assert not llm.engine.has_work
 
 
+def test_two_streams_may_take_turns():
+    llm = make(upper)
+    chats = [[{"role": "user", "content": text}] for text in ("one one one one", "two two")]
+    streams = [llm.stream(chat) for chat in chats]
+    texts = ["", ""]
+    while streams != [None, None]:
+        for n, stream in enumerate(streams):
+            piece = next(stream, None) if stream is not None else None
+            texts[n] += piece or ""
+            streams[n] = stream if piece is not None else None
+    assert texts == ["ONE ONE ONE ONE", "TWO TWO"]
+
+
+def test_stop_string_of_a_stream_that_was_overtaken():
+    llm = make(lambda text: "a b c d e f g h i j")
+    slow = llm.stream("x", stop=("e f",), temperature=0.0)
+    first = next(slow)
+    assert str(llm.generate("y")) == "a b c d e f g h i j"       # steps the engine for both
+    assert first + "".join(slow) == "a b c d " and not llm.engine.has_work
+
+
 def test_n_answers_come_by_prompt_and_index():
     llm = make(lambda text: "a b")
     done = llm.generate(["x", "y"], n=2)
