@@ -153,7 +153,8 @@ class TextGenerator:
             completion.token_ids.append(event.token_id)
             if event.logprobs is not None:
                 completion.logprobs = [*(completion.logprobs or ()), event.logprobs]
-            if sequence.stop_token_id is None:
+            # The sequence may be ahead of its events: only the last of them can be the end token.
+            if event.finish_reason is None or sequence.stop_token_id is None:
                 text = stream.add([event.token_id])
         reason = event.finish_reason
         if stream.stop is not None and sequence.status is not SequenceStatus.FINISHED:
