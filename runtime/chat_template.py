@@ -306,7 +306,7 @@ def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fold_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leading system messages put in front of the first user message, for templates without a system role."""
+    """System messages put in front of the first user message, for templates without a system role."""
     system = [m["content"] for m in messages if m["role"] == "system"]
     others = [m for m in messages if m["role"] != "system"]
     first = next((n for n, m in enumerate(others) if m["role"] == "user"), None)

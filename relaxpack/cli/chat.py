@@ -108,7 +108,8 @@ def _line_reader(first: str | None) -> Callable[[str], str]:
 
 def _terminal_reader() -> Callable[[str], str]:
     try:
-        import readline  # noqa: F401 (line editing and history for input())
+        import readline  # gives input() line editing and history
     except ImportError:
-        pass
+        return input
+    readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
     return input

@@ -14,8 +14,8 @@ COMMAND = [sys.executable, "-m", "tests.helpers.scripted_chat"]
 
 @pytest.fixture
 def terminal():
-    child = pexpect.spawn(COMMAND[0], COMMAND[1:], encoding="utf-8", timeout=60, dimensions=(40, 120),
-                          env={**os.environ, "TERM": "dumb", "NO_COLOR": "1"})
+    child = pexpect.spawn(COMMAND[0], COMMAND[1:], encoding="utf-8", timeout=20, dimensions=(40, 120),
+                          env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"})
     yield child
     child.close(force=True)
 
@@ -24,20 +24,22 @@ def test_a_session_in_a_terminal(terminal, tmp_path):
     terminal.expect("/help lists the commands")
     terminal.expect("> ")
     terminal.sendline("hello")
-    terminal.expect("You said: hello ď👨‍👩‍👧\r\n> ")
+    terminal.expect("You said: hello ď👨‍👩‍👧\r\n.*> ")
     terminal.sendline('"""two')
     terminal.expect(r"\. ")
     terminal.sendline('lines"""')
-    terminal.expect("You said: two\r\nlines ď👨‍👩‍👧\r\n> ")
+    terminal.expect("You said: two\r\nlines ď👨‍👩‍👧\r\n.*> ")
+    terminal.send("\x1b[200~pasted\ntext\x1b[201~\r")      # as terminals send what is pasted
+    terminal.expect("You said: pasted\r\ntext ď👨‍👩‍👧\r\n")
     terminal.sendline("/stats")
     terminal.expect(r"last answer: \d+ prompt tokens \(\d+ cached\).*context: \d+ of 2048 tokens")
     file = tmp_path / "chat.json"
     terminal.sendline(f"/save {file}")
-    terminal.expect("saved 4 messages")
+    terminal.expect("saved 6 messages")
     terminal.sendline("/system Be brief.")
     terminal.expect("starts over")
     terminal.sendline(f"/load {file}")
-    terminal.expect("loaded 4 messages")
+    terminal.expect("loaded 6 messages")
     terminal.sendline("/exit")
     terminal.expect(pexpect.EOF)
     terminal.close()
