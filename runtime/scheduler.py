@@ -115,6 +115,10 @@ class Scheduler:
         self.tables.release_sources(step.plan.copies)
         for sequence in step.sequences:
             self.finish(sequence, computed=False)
+        # Admitted in this step but not part of it: what its copies should have brought is not there.
+        destinations = {destination for _, destination in step.plan.copies}
+        for sequence in [s for s in self.running if destinations.intersection(s.page_ids)]:
+            self._preempt(sequence, computed=False)
 
     def update(self, step: ScheduledStep) -> None:
         """The step has run: its tokens are computed. New tokens are appended to the sequences by the caller, after."""
@@ -154,15 +158,16 @@ class Scheduler:
             start, token_ids = sequence.computed, sequence.token_ids
             if start < sequence.num_prompt:
                 continue        # a prefill, or just preempted
-            if len(token_ids) - start != 1:
-                if not exact:
-                    continue
-                replayed.append(len(steps))
+            behind = len(token_ids) - start != 1
+            if behind and not exact:
+                continue
             index, page_ids = start // size, sequence.page_ids
             if index >= len(page_ids) or holders[page_ids[index]] != 1:
                 if not self._make_room(sequence):
-                    continue    # it was new tokens that had no room: what is replayed has its pages
+                    continue
                 page_ids = sequence.page_ids
+            if behind:
+                replayed.append(len(steps))
             steps.append(SequenceStep(token_ids[start:start + 1], start, page_ids, _FIRST))
             sequences.append(sequence)
         draft.num_rows = len(steps)
@@ -182,9 +187,9 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.running.pop()
-        self.tables.release(sequence)
+    def _preempt(self, sequence: Sequence, computed: bool = True) -> None:
+        self.running.remove(sequence)
+        self.tables.release(sequence, computed)
         sequence.status = SequenceStatus.WAITING
         sequence.preemptions += 1
         self.preemptions += 1
@@ -258,7 +263,7 @@ class Scheduler:
     def _plan_forks(draft: _Draft, sequence: Sequence, request: Request) -> None:
         """Where a prompt ends that wants several outputs, all of them sample from its last logits."""
         if len(request.sequences) > 1 and sequence.index == 0 and len(sequence.token_ids) == sequence.num_prompt:
-            row = draft.rows[draft.sampled.index(sequence)]
+            row = draft.rows[-1]
             for child in request.sequences[1:]:
                 if child.status is SequenceStatus.FINISHED:
                     continue

@@ -6,7 +6,7 @@ import pytest
 from relaxpack.errors import RequestError
 from relaxpack.runtime.engine import Engine
 from relaxpack.runtime.executor import HostExecutor
-from relaxpack.runtime.request import FinishReason
+from relaxpack.runtime.request import FinishReason, SequenceStatus
 from relaxpack.runtime.sampler import SamplingState
 from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.step_plan import SequenceStep, StepPlan, StepSampling
@@ -330,6 +330,25 @@ def test_a_failing_step_ends_its_sequences_and_poisons_no_cache():
     assert idle(engine)
     [again] = engine.generate([turn2], GREEDY)
     assert again.choices[0].token_ids == runner.reference_greedy(turn2, 12)
+
+
+def test_a_sequence_admitted_by_a_failing_step_starts_over():
+    """It was to decode in the next step, from a copy that the failing step never made. Found by the random test."""
+    runner = FakeRunner(page_size=2, num_pages=13, max_batch=2, prefill_chunk=3)
+    engine = Engine(runner)
+    request = engine.add([24, 16, 0], SamplingParams(temperature=0.0, max_tokens=6, n=3))
+    engine.step()
+    engine.step()
+    third = request.sequences[2]
+    assert third.status is SequenceStatus.WAITING       # a batch of 2 has no room for it
+    engine.finish(request.sequences[0], FinishReason.STOP)
+    runner.fail_next = RuntimeError("device lost")
+    engine.step()
+    assert runner.plans[-1].copies and third.status is SequenceStatus.WAITING and third.computed == 0
+    while engine.has_work:
+        engine.step()
+    assert third.output_ids == runner.reference_greedy([24, 16, 0], 6)
+    assert request.sequences[1].finish_reason is FinishReason.ERROR and idle(engine)
 
 
 def test_interrupt_during_a_step_leaves_a_working_engine():
