@@ -80,9 +80,9 @@ def upload(tensor: Any, pinned: PinnedArray, size: int) -> None:
     _copy(tensor.data_ptr(), pinned.pointer, size, _TO_DEVICE, "copying to the device")
 
 
-def download(pinned: PinnedArray, tensor: Any, size: int) -> None:
-    """Start copying the first `size` bytes of a device tensor to pinned memory."""
-    _copy(pinned.pointer, tensor.data_ptr(), size, _TO_HOST, "copying from the device")
+def download(pinned: PinnedArray, tensor: Any, size: int, offset: int = 0) -> None:
+    """Start copying `size` bytes of a device tensor, from byte `offset` on, to pinned memory."""
+    _copy(pinned.pointer, tensor.data_ptr() + offset, size, _TO_HOST, "copying from the device")
 
 
 def copy_tensor(destination: Any, source: Any, size: int) -> None:

@@ -18,6 +18,7 @@ import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime import cuda_memory, step_inputs
+from relaxpack.runtime.device_view import view
 from relaxpack.runtime.kv_cache.storage import choose_num_pages, page_bytes, page_shape
 from relaxpack.runtime.step_inputs import Arrays, InputLayout
 from relaxpack.runtime.step_plan import SequenceStep, StepPlan
@@ -204,7 +205,7 @@ class CudaModelRunner:
         """Views of the device's input buffer; those of captured functions are kept, for a graph knows addresses."""
         if layout in self._views:
             return self._views[layout]
-        views = {name: self._inputs._create_view(shape, "float32" if name == "settings" else "int32", start * 4)
+        views = {name: view(self._inputs, shape, "float32" if name == "settings" else "int32", start * 4)
                  for name, shape, start in zip(layout.names, layout.shapes, layout.offsets, strict=True)}
         if "query_start" not in layout.names:
             self._views[layout] = views
@@ -214,8 +215,7 @@ class CudaModelRunner:
         result = np.empty((rows, self.vocab_size), np.float32)
         for first in range(0, rows, self.max_batch):
             count = min(self.max_batch, rows - first)
-            part = logits._create_view((count, self.vocab_size), "float32", first * self.vocab_size * 4)
-            cuda_memory.download(self._logits, part, count * self.vocab_size * 4)
+            cuda_memory.download(self._logits, logits, count * self.vocab_size * 4, first * self.vocab_size * 4)
             cuda_memory.synchronize()
             result[first:first + count] = self._logits.array[:count]
         return result
