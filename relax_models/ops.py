@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
-from tvm import relax
+from tvm import relax, te, tirx
 
 # A placeholder op is a `call_dps_packed` of one of these names; `passes/lower_kernels.py` replaces it.
 PREFILL_ATTENTION = "relaxpack.prefill_attention"
@@ -59,10 +59,11 @@ class Graph:
 
     def next_token_ids(self, token_ids: Expr, source: Expr, previous: Expr) -> Expr:
         """Row by row the token the host gives, or the one the last step sampled into row `source` of `previous`."""
-        zero = relax.const(0, "int32")
-        row = self(relax.op.maximum(source, zero))
-        sampled = self(relax.op.take(previous, row, axis=0, mode="clip"))
-        return self(relax.op.where(self(relax.op.greater_equal(source, zero)), sampled, token_ids))
+        def next_token_ids(given: Any, row: Any, sampled: Any) -> Any:
+            return te.compute(given.shape, lambda i: tirx.if_then_else(
+                row[i] >= 0, sampled[tirx.max(row[i], 0)], given[i]), name="next_token_ids")
+
+        return self.builder.emit_te(next_token_ids, token_ids, source, previous)
 
     def sample(self, logits: Expr, settings: Expr, counters: Expr, counts: Expr) -> tuple[Expr, Expr]:
         """logits f32[t, V] → token ids i32[t], log-probabilities f32[t]; `counts` is changed in place."""
