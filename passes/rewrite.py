@@ -13,10 +13,14 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+import tvm_ffi
 from relaxpack import recipe
+from relaxpack.errors import CompileError
 from relaxpack.recipe import FromCheckpoint, Recipe
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator
+
+tvm_ffi.register_error(CompileError)  # raised in a pass it crosses TVM's C++, and should arrive as itself
 
 RECIPES = "relaxpack.recipes"  # module attribute: JSON of parameter name → recipe, where they differ
 
