@@ -7,6 +7,7 @@ Token ids in, token ids out: text, HTTP and threads live in the layers above. An
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -111,6 +112,10 @@ class Engine:
     ) -> Request:
         """Check a request and compile its grammar. Changes nothing, so any thread may call it; then `admit` it."""
         params = params or SamplingParams()
+        try:
+            prompt_ids = list(map(operator.index, prompt_ids))      # NumPy integers as well
+        except TypeError as error:
+            raise RequestError(f"the prompt must be token ids, whole numbers: {error}", "prompt") from error
         limit = self.check(prompt_ids, params)
         constraint = self._constraint(params)
         request = Request(request_id if request_id is not None else f"request-{next(self._names)}", prompt_ids, params,

@@ -400,6 +400,8 @@ def test_a_pool_smaller_than_the_context_limits_a_request_by_name():
     ([], {}, "prompt"),
     ([97], {}, "prompt"),
     ([-1], {}, "prompt"),
+    ([1.5], {}, "prompt"),
+    ("text", {}, "prompt"),
     ([1], {"logit_bias": {97: 1.0}}, "logit_bias"),
     ([1], {"stop_token_ids": (500,)}, "stop_token_ids"),
     ([1], {"bad_words": ((1, 97),)}, "bad_words"),
@@ -409,6 +411,13 @@ def test_bad_requests_name_the_field(prompt, params, param):
     with pytest.raises(RequestError) as caught:
         Engine(FakeRunner()).add(prompt, SamplingParams(**params))
     assert caught.value.param == param
+
+
+def test_numpy_prompts_are_plain_integers_inside():
+    runner = FakeRunner()
+    [output] = Engine(runner).generate([np.array([3, 4, 5], np.int32)], GREEDY)
+    assert output.prompt_ids == [3, 4, 5] and {type(t) for t in output.prompt_ids} == {int}
+    assert output.choices[0].token_ids == runner.reference_greedy([3, 4, 5], 12)
 
 
 def test_repeated_request_id_is_refused_while_it_runs():
