@@ -202,6 +202,7 @@ class AsyncEngine:
     ) -> RequestStream:
         """Start a request, from any thread. Raises RequestError at once for what can never be answered.
 
+        A new grammar is compiled here, which can take a second: from asyncio call it with `asyncio.to_thread` then.
         `continuation` and `show` as in `Tokenizer.detokenizer`.
         """
         request = self._engine.prepare(prompt_ids, params, request_id=request_id, salt=salt)
