@@ -129,6 +129,11 @@ def hold(value: Expr, lanes: int, dtype: str = "float32") -> Expr:
     return T.bind(register[0])
 
 
+def hold_index(value: Expr) -> Expr:
+    """As `hold`, for an int64 that many addresses are computed from."""
+    return hold(value, 1, "int64")
+
+
 def minimum(a: Expr, b: Expr) -> Expr:
     return T.min(i64(a), i64(b))
 

@@ -1,16 +1,56 @@
-"""How a panel's finished sums become outputs: bias, residual, SwiGLU, and the partial last panel."""
+"""What the linear kernels share: how panels and tiles of rows are dealt out, and how a panel's finished sums become
+outputs: bias, residual, SwiGLU, and the partial last panel.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from relaxpack.kernel_spec import LinearSpec
 
-from .builder import T, either, i64, load, loop, store
+from .builder import T, either, hold_index, i64, load, loop, minimum, parallel, store
 from .isa import silu
 from .layout import HALF, PANEL
 
 Expr = Any
+
+
+ROWS_OF_TASK = 128  # rows of a prefill task: their activations stay in L2 while the panel passes over them
+
+
+def over_panels(spec: LinearSpec, rows: Expr, panels: int, tiles: tuple[int, ...],
+                emit: Callable[[Expr, Expr, int], None]) -> None:
+    """Spread panels over threads (prefill: panels x blocks of rows) and call emit(panel, first row, rows of the tile).
+
+    `tiles` are tile heights, small to large. Rows are covered by the largest, what remains by the smallest; the last
+    tile may reach beyond the rows. In decode one row alone has code of its own (a tile of 1).
+    """
+    def cover(panel: Expr, first: Expr, end: Expr) -> None:
+        for tile in sorted(set(tiles), reverse=True):
+            blocks = hold_index(T.truncdiv(end - first + i64(tile - 1 if tile == tiles[0] else 0), i64(tile)))
+            start = first
+            with loop(blocks) as block:
+                emit(panel, start + block * i64(tile), tile)
+            first = hold_index(start + blocks * i64(tile))
+
+    if spec.phase == "prefill":
+        blocks = hold_index(T.truncdiv(rows + i64(ROWS_OF_TASK - 1), i64(ROWS_OF_TASK)))
+        with parallel(blocks * i64(panels)) as task:
+            first = hold_index(T.truncmod(task, blocks) * i64(ROWS_OF_TASK))
+            end = hold_index(minimum(first + i64(ROWS_OF_TASK), rows))
+            cover(hold_index(T.truncdiv(task, blocks)), first, end)
+        return
+    with parallel(panels) as panel:
+        either(rows == i64(1), lambda: emit(panel, i64(0), 1), lambda: cover(panel, i64(0), rows))
+
+
+def store_tile(spec: LinearSpec, sums: Any, lanes: int, panel: Expr, first: Expr, count: int, rows: Expr, bias: Any,
+               residual: Any, y: Any) -> None:
+    """Write the outputs of a tile: sums f32[count, 32]; rows from `rows` on do not exist."""
+    with loop(minimum(i64(count), rows - first)) as m:
+        vectors = [load(sums, m, i64(v * lanes), lanes=lanes) for v in range(PANEL // lanes)]
+        store_panel(spec, vectors, lanes, first + m, panel, bias, residual, y)
 
 
 def store_panel(spec: LinearSpec, sums: list[Expr], lanes: int, row: Expr, panel: Expr, bias: Any, residual: Any,

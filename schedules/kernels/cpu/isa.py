@@ -32,19 +32,24 @@ class Isa:
         return Isa(16 if wide else 8, "avx512vnni" in have if wide else "avxvnni" in have)
 
     # ---- bytes ----
-    def dot(self, codes: Sequence[Expr], values: Sequence[Expr], start: Expr | None, largest: int) -> Expr:
+    def dot(self, codes: Sequence[Expr], values: Sequence[Expr], start: Expr | None, largest: int,
+            chains: int = 1) -> Expr:
         """int32 lanes: start + sum over pieces and over 4 neighbouring bytes of codes (u8) * values (s8).
+
+        `chains`: VNNI adds into its result, and one row alone would wait for the latency of each instruction.
 
         `largest` bounds the codes: without VNNI products are summed in int16, whose range says how many pieces can
         be added before widening. Codes above 127 do not fit there at all; use `signed_dot`.
         """
         if self.vnni:
             name = f"llvm.x86.avx512.vpdpbusd.{self.lanes * 32}"
-            # Two chains: one would wait for the latency of each instruction.
-            sums = [start if start is not None else self.zero_int(), self.zero_int()]
+            sums = [start if start is not None else self.zero_int()] + [self.zero_int()] * (chains - 1)
             for i, (u, s) in enumerate(zip(codes, values, strict=True)):
-                sums[i % 2] = self.pure(f"int32x{self.lanes}", name, sums[i % 2], u, s)
-            return sums[0] + sums[1]
+                sums[i % chains] = self.pure(f"int32x{self.lanes}", name, sums[i % chains], u, s)
+            total = sums[0]
+            for other in sums[1:]:
+                total = total + other
+            return total
         assert largest <= 127, largest
         fit = max(1, 32767 // (2 * largest * 127))
         products = [self.pair_products(u, s) for u, s in zip(codes, values, strict=True)]

@@ -10,8 +10,8 @@ from typing import Any
 
 from relaxpack.kernel_spec import LinearSpec
 
-from .builder import Expr, Registers, T, build, const, either, i64, load, loop, minimum, parallel, splat, symbol
-from .epilogue import store_panel
+from .builder import Expr, Registers, T, build, const, hold_index, i64, load, loop, minimum, splat, store, symbol
+from .epilogue import over_panels, store_panel, store_tile
 from .isa import Isa, fma, prefetch, to_float
 from .layout import PANEL, float_storage, weight_layout
 
@@ -19,11 +19,10 @@ UNROLL = 4
 PREFETCH_ROWS = 32
 
 
-def _tile(isa: Isa, spec: LinearSpec, x: Any, weight: Any, panel: Expr, rows: list[Expr]) -> list[list[Expr]]:
+def _tile(isa: Isa, spec: LinearSpec, x: Any, weight: Any, panel: Expr, rows: list[Expr]) -> Registers:
     lanes, vectors, storage = isa.lanes, PANEL // isa.lanes, float_storage(spec.weight)
-    acc = Registers(len(rows) * vectors, lanes)
-    for i in range(len(rows) * vectors):
-        acc[i] = const(0.0, lanes)
+    """Sums of row m and vector v at [m * vectors + v]."""
+    acc = Registers(len(rows) * vectors, lanes, start=const(0.0, lanes))
 
     def step(k: Expr) -> None:
         w = [T.bind(to_float(load(weight, panel, k, i64(v * lanes), lanes=lanes), storage, lanes))
@@ -45,7 +44,7 @@ def _tile(isa: Isa, spec: LinearSpec, x: Any, weight: Any, panel: Expr, rows: li
     if spec.in_features % UNROLL:
         with loop(spec.in_features % UNROLL) as u:
             step(u + i64(spec.in_features // UNROLL * UNROLL))
-    return [[acc[m * vectors + v] for v in range(vectors)] for m in range(len(rows))]
+    return acc
 
 
 def linear_float(isa: Isa, spec: LinearSpec) -> Any:
@@ -53,7 +52,6 @@ def linear_float(isa: Isa, spec: LinearSpec) -> Any:
     t = symbol("t")
     (_, shape, dtype), = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.swiglu).buffers
     columns = spec.out_features // 2 if spec.swiglu else spec.out_features
-    tile = 8 if isa.lanes == 16 else 3
     params = [("x", (t, spec.in_features), "float32"), ("weight", shape, dtype)]
     params += [("bias", (spec.out_features,), "float32")] if spec.bias else []
     params += [("residual", (t, columns), "float32")] if spec.residual else []
@@ -64,19 +62,21 @@ def linear_float(isa: Isa, spec: LinearSpec) -> Any:
         bias = rest.pop(0) if spec.bias else None
         residual = rest.pop(0) if spec.residual else None
         y, = rest
-        with parallel(shape[0]) as panel:
-            def rows_tile(first: Expr, count: int) -> None:
-                rows = [T.bind(minimum(first + i64(m), t - i64(1))) for m in range(count)]
-                for row, sums in zip(rows, _tile(isa, spec, x, weight, panel, rows), strict=True):
-                    store_panel(spec, sums, isa.lanes, row, panel, bias, residual, y)
 
-            def many() -> None:
-                with loop(T.truncdiv(t + i64(tile - 1), i64(tile))) as block:
-                    rows_tile(block * i64(tile), tile)
+        vectors = PANEL // isa.lanes
 
-            if spec.phase == "decode":
-                either(t == i64(1), lambda: rows_tile(i64(0), 1), many)
-            else:
-                many()
+        def rows_tile(panel: Expr, first: Expr, count: int) -> None:
+            rows = [hold_index(minimum(first + i64(m), t - i64(1))) for m in range(count)]
+            acc = _tile(isa, spec, x, weight, panel, rows)
+            if count == 1:
+                store_panel(spec, [acc[v] for v in range(vectors)], isa.lanes, first, panel, bias, residual, y)
+                return
+            sums = T.alloc_buffer((i64(count), i64(PANEL)), "float32")
+            for m in range(count):
+                for v in range(vectors):
+                    store(sums, acc[m * vectors + v], i64(m), i64(v * isa.lanes), lanes=isa.lanes)
+            store_tile(spec, sums, isa.lanes, panel, first, count, t, bias, residual, y)
+
+        over_panels(spec, t, shape[0], (8,) if isa.lanes == 16 else (3,), rows_tile)
 
     return build(params, body)
