@@ -80,6 +80,7 @@ class PagedCase:
     def __init__(self, spec: dict[str, Any], lengths: list[int], queries: list[int] | None = None, layers: int = 2,
                  magnitude: float = 1.0, seed: int = 0) -> None:
         generator = torch.Generator(DEVICE).manual_seed(seed)
+        layers += layers % 2
         size, kv_heads, dim = spec["page_size"], spec["num_kv_heads"], spec["head_dim"]
         dtype = torch_dtype(spec["kv_dtype"])
         self.spec, self.queries = spec, queries or [1] * len(lengths)
@@ -113,7 +114,10 @@ class PagedCase:
         self.y = poisoned(list(self.q.shape), spec["activation_dtype"])
 
     def buffers(self, layer: int) -> dict[str, Any]:
-        return {"q": self.q, "layer": layer, "pages": self.pages, "page_table": self.page_table,
+        """The kernels know two layers: any further ones are pages behind those of the first ones."""
+        count, per = self.pages.shape[1], self.pages.shape[0] // 2
+        return {"q": self.q, "layer": layer // per, "pages": self.pages.reshape(2, per * count, *self.pages.shape[2:]),
+                "page_table": self.page_table + layer % per * count,
                 "lengths": self.lengths, "query_start": self.query_start, "y": self.y}
 
     def keys_values(self, s: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

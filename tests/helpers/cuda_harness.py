@@ -7,6 +7,7 @@ It is for kernel tests and benchmarks only; bundles are built by `relaxpack buil
 from __future__ import annotations
 
 import ctypes
+import functools
 import glob
 import importlib.util
 import os
@@ -46,11 +47,7 @@ def ensure_driver() -> None:
     except OSError:
         pass
     if "tvm" in sys.modules:
-        import tvm
-
-        if tvm.get_global_func("ffi.Module.create.cuda", allow_missing=True) is None:
-            raise RuntimeError("import the CUDA harness before tvm")
-        return
+        return                                      # too late; relaxpack's own preparation may have run
     spec = importlib.util.find_spec("tvm")
     assert spec is not None and spec.origin is not None
     library = Path(spec.origin).parent / "lib" / "libtvm_runtime_cuda.so"
@@ -62,10 +59,8 @@ def ensure_driver() -> None:
     subprocess.check_call(["gcc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "stub.c",
                            "-Wl,-soname,libcuda.so.1"])
     ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
-    cudart = _cudart()
-    if cudart is None:
-        raise RuntimeError("libcudart.so.13 not found: set CUDA_HOME")
-    ctypes.CDLL(str(cudart), mode=ctypes.RTLD_GLOBAL)
+    if (cudart := _cudart()) is not None:           # else only source can be generated
+        ctypes.CDLL(str(cudart), mode=ctypes.RTLD_GLOBAL)
 
 
 ensure_driver()
@@ -96,17 +91,35 @@ def lower(funcs: dict[str, Any], arch: str) -> Any:
         return tvm.compile(module, target(arch), tir_pipeline="tirx")
 
 
+@functools.lru_cache(maxsize=None)
+def _original_compiler() -> Any:
+    return tvm.get_global_func("tvm_callback_cuda_compile")
+
+
+def generate_source(funcs: dict[str, Any], arch: str) -> str:
+    """The CUDA C++ that TVM generates, without running nvcc on it."""
+    original = _original_compiler()
+    tvm.register_global_func("tvm_callback_cuda_compile", lambda *args: b"not compiled", override=True)
+    try:
+        return cuda_source(lower(funcs, arch))
+    finally:
+        tvm.register_global_func("tvm_callback_cuda_compile", original, override=True)
+
+
 def cuda_source(executable: Any) -> str:
     return executable.mod.imports[0].inspect_source()
 
 
-def resources(executable: Any, arch: str) -> list[Resources]:
-    """Resource use of every kernel of an executable, from ptxas."""
+def resources(source_text: Any, arch: str) -> list[Resources]:
+    """Resource use of every kernel of an executable or generated source, from ptxas."""
+    text = source_text if isinstance(source_text, str) else cuda_source(source_text)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.cu")
-        source.write_text(cuda_source(executable))
-        out = subprocess.run(["nvcc", "-cubin", f"-arch={arch}", "-O3", "--use_fast_math", "-Xptxas", "-v", "-o",
+        source.write_text(text)
+        out = subprocess.run(["nvcc", "-cubin", f"-arch={arch}", "-O3", "--use_fast_math", "-Xptxas",
+                              "-v,--register-usage-level=10", "-o",
                               os.path.join(folder, "kernel.cubin"), source], capture_output=True, text=True, check=True)
+    assert "wgmma" not in out.stderr.split("ptxas info", 1)[-1], out.stderr      # ptxas serialises on misuse
     found = []
     for part in out.stderr.split("Compiling entry function '")[1:]:
         number = {key: int(m[1]) if (m := re.search(pattern, part)) else 0 for key, pattern in (

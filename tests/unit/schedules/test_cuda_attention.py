@@ -1,0 +1,234 @@
+"""CUDA attention kernels without a GPU: contracts and errors, compilation for every architecture, resource use, and
+numbers through the emulator of generated CUDA (tests/helpers/cuda_emulator.py)."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None,
+                                reason="the emulator needs g++ on x86-64")
+
+from tests.helpers import cuda_harness as harness
+from tests.helpers import sampling_case
+from tests.helpers.attention_case import (
+    NAN_BITS,
+    Case,
+    from_bits,
+    make_case,
+    reference,
+    relative_error,
+    to_bits,
+)
+from tests.helpers.cuda_emulator import EmulatedModule
+
+from relaxpack.errors import CompileError
+from relaxpack.kernel_spec import AttentionSpec, Kernel, SamplingSpec
+from relaxpack.schedules.kernels.cuda import attention_decode, attention_prefill, rope_append, sampling
+from relaxpack.schedules.kernels.cuda.attention_decode import DecodeTuning, decode_attention
+from relaxpack.schedules.kernels.cuda.attention_prefill import PrefillTuning, prefill_attention
+from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import HopperTuning
+
+TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
+
+
+def spec(heads: int = 8, kv_heads: int = 2, head_dim: int = 64, page_size: int = 16, dtype: str = "bfloat16",
+         window: int | None = None, norm: float | None = None, rotary_dim: int | None = None) -> AttentionSpec:
+    return AttentionSpec(2, heads, kv_heads, head_dim, rotary_dim or head_dim, page_size, 64, 64, dtype, dtype,
+                         head_dim ** -0.5, window, norm)
+
+
+def emulate(kernel: Kernel, grids: list[tuple[int, ...]], threads: list[int], buffers: dict[str, Any],
+            sizes: dict[str, int]) -> None:
+    """Run all stages of a kernel; temporaries start as NaN (floats) or -7."""
+    module = EmulatedModule(harness.generate_source({s.name: s.func for s in kernel.stages}, "sm_90a"))
+    held = dict(buffers)
+    for name, (shape, dtype) in kernel.temporaries.items():
+        shape = tuple(sizes[d] if isinstance(d, str) else d for d in shape)
+        held[name] = (np.full(shape, NAN_BITS[dtype], np.uint16) if dtype in NAN_BITS
+                      else np.full(shape, np.nan if dtype == "float32" else -7, dtype))
+    for stage, grid, count in zip(kernel.stages, grids, threads, strict=True):
+        module.run(stage.name + "_kernel", grid, count, **held, **sizes)
+
+
+def decode_error(s: AttentionSpec, lengths: list[int], tuning: DecodeTuning, magnitude: float = 1.0) -> float:
+    case = make_case(s, lengths, magnitude=magnitude)
+    y = np.full_like(case.q, NAN_BITS[s.activation_dtype])
+    emulate(decode_attention(s, tuning=tuning), [(tuning.blocks,), (s.num_heads, len(lengths))],
+            [tuning.warps * 32, attention_decode.MERGE_WARPS * 32], {**inputs(case), "y": y},
+            {"t": len(lengths), "p": case.num_pages, "layer": case.layer})
+    return relative_error(from_bits(y, s.activation_dtype), reference(case))
+
+
+def prefill_error(s: AttentionSpec, queries: list[int], cached: list[int], tuning: Any, magnitude: float = 1.0) -> float:
+    case = make_case(s, [a + b for a, b in zip(queries, cached, strict=True)], queries, magnitude=magnitude)
+    y = np.full_like(case.q, NAN_BITS[s.activation_dtype])
+    hopper = isinstance(tuning, HopperTuning)
+    rows, threads = (128, 384) if hopper else (tuning.rows, tuning.warps * 32)
+    t = sum(queries)
+    emulate(prefill_attention(s, tuning=tuning), [(s.num_heads, -(-t // rows) + len(queries))], [threads],
+            {**inputs(case), "y": y}, {"t": t, "b": len(queries), "p": case.num_pages, "layer": case.layer})
+    return relative_error(from_bits(y, s.activation_dtype), reference(case))
+
+
+def inputs(case: Case) -> dict[str, Any]:
+    return {"q": case.q, "pages": case.pages, "page_table": case.page_table, "query_start": case.query_start,
+            "lengths": case.lengths}
+
+
+@pytest.mark.parametrize(("s", "lengths", "tuning", "magnitude"), [
+    (spec(), [1, 15, 16, 17, 64, 65, 200, 0, 33], DecodeTuning(4, 3, 7), 1.0),               # blocks cut rows anywhere
+    (spec(head_dim=128, dtype="float16"), [300, 15], DecodeTuning(4, 2, 3), 1.0),
+    (spec(4, 4, 96, window=40), [100, 41, 40, 39, 5, 600], DecodeTuning(4, 3, 16), 1.0),     # no group, window
+    (spec(16, 1, 64, 8), [100, 9, 8, 7, 130], DecodeTuning(2, 4, 5), 1.0),                   # two tiles of heads
+    (spec(8, 1, 256, 64, window=100), [63, 64, 65, 128, 500], DecodeTuning(4, 2, 4), 8.0),
+    (spec(12, 4, 64), [30] * 45, DecodeTuning(4, 3, 11), 1.0),                               # whole rows per block
+    (spec(2, 1, 64, 1), [1, 2, 60], DecodeTuning(4, 2, 5), 1.0),                             # one token a page
+])
+def test_decode_attention_equals_float64(s: AttentionSpec, lengths: list[int], tuning: DecodeTuning,
+                                         magnitude: float) -> None:
+    assert decode_error(s, lengths, tuning, magnitude) < TOLERANCE[s.kv_dtype]
+
+
+@pytest.mark.parametrize(("s", "queries", "cached", "tuning", "magnitude"), [
+    (spec(2, 1, 128), [1, 17, 130], [0, 5, 70], PrefillTuning(4, 2, 32), 1.0),
+    (spec(2, 2, 64, 64, "float16"), [1, 0, 64, 128, 129], [100, 0, 0, 1, 63], PrefillTuning(4, 2, 64), 1.0),
+    (spec(2, 1, 96, window=50), [100, 20], [90, 80], PrefillTuning(4, 1, 32), 1.0),
+    (spec(1, 1, 256, 8), [3, 70], [0, 0], PrefillTuning(8, 1, 64), 5.0),
+    (spec(1, 1, 64), [2] * 40, [3] * 40, PrefillTuning(4, 1, 16), 1.0),                      # more than 32 sequences
+    (spec(2, 1, 128), [1, 17, 130], [0, 5, 370], HopperTuning(), 1.0),
+    (spec(2, 1, 64, window=50), [100, 0, 20], [390, 0, 80], HopperTuning(), 1.0),
+    (spec(1, 1, 256, 8, "float16"), [3, 70], [0, 200], HopperTuning(keys=64), 5.0),
+])
+def test_prefill_attention_equals_float64(s: AttentionSpec, queries: list[int], cached: list[int], tuning: Any,
+                                          magnitude: float) -> None:
+    assert prefill_error(s, queries, cached, tuning, magnitude) < TOLERANCE[s.kv_dtype]
+
+
+@pytest.mark.parametrize("s", [spec(norm=1e-6, head_dim=128), spec(6, 3, 96, 8, "float16"), spec(4, 1, rotary_dim=32),
+                               spec(4, 1, 80, rotary_dim=20)])
+def test_rope_append_rotates_and_touches_only_its_slots(s: AttentionSpec) -> None:
+    t, rng, dim, rot, heads, groups = 19, np.random.default_rng(0), s.head_dim, s.rotary_dim, s.num_heads, s.num_kv_heads
+    nan = NAN_BITS[s.kv_dtype]
+    qkv = to_bits(rng.standard_normal((t, (heads + 2 * groups) * dim)), s.activation_dtype)
+    angle = rng.standard_normal((s.max_position, rot // 2)) * 3
+    table = np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
+    positions = rng.integers(0, s.max_position, t).astype(np.int32)
+    slots = rng.permutation(8 * s.page_size)[:t].astype(np.int32)
+    pages = np.full((2, 8, 2, groups, s.page_size, dim), nan, np.uint16)
+    q = np.full((t, heads * dim), nan, np.uint16)
+    q_norm, k_norm = rng.standard_normal((2, dim)).astype(np.float32)
+    lanes = rope_append.lanes_per_head(dim, rot)
+    emulate(rope_append.rope_append(s), [(-(-t * (heads + 2 * groups) * lanes // rope_append.THREADS),)],
+            [rope_append.THREADS],
+            {"qkv": qkv, "rope_table": table, "positions": positions, "slots": slots, "pages": pages, "q": q,
+             "q_norm": q_norm, "k_norm": k_norm}, {"t": t, "p": 8, "layer": 1})
+    x = from_bits(qkv, s.activation_dtype).reshape(t, -1, dim)
+    values = x[:, heads + groups:]
+    if s.qk_norm_epsilon is not None:
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + s.qk_norm_epsilon)
+        x = np.concatenate([x[:, :heads] * q_norm, x[:, heads:heads + groups] * k_norm], 1)
+    row = table[positions].astype(np.float64)[:, None]
+    cos, sin, a, b = row[..., :rot // 2], row[..., rot // 2:], x[..., :rot // 2], x[..., rot // 2:rot]
+    turned = np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., rot:]], -1)
+    written = from_bits(pages[1, slots // s.page_size, :, :, slots % s.page_size], s.kv_dtype)
+    limit = TOLERANCE[s.kv_dtype]
+    assert relative_error(from_bits(q, s.activation_dtype).reshape(t, heads, dim), turned[:, :heads]) < limit
+    assert relative_error(written[:, 0], turned[:, heads:heads + groups]) < limit
+    np.testing.assert_array_equal(written[:, 1], values)
+    untouched = np.ones((8, s.page_size), bool)
+    untouched[slots // s.page_size, slots % s.page_size] = False
+    assert (pages[1].transpose(0, 3, 1, 2, 4)[untouched] == nan).all() and (pages[0] == nan).all()
+
+
+OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+PENALTIES = {"repetition": 1.3, "presence": 0.5, "frequency": 0.2}
+
+
+@pytest.mark.parametrize(("vocab", "constrained"), [(10000, False), (5003, True)])
+def test_sampling_equals_float64_reference(vocab: int, constrained: bool) -> None:
+    rows: list[tuple[dict[str, float], int, int, str]] = [             # settings, top_k, counts row, kind of logits
+        ({"temperature": 0}, 0, -1, ""), ({"temperature": 0}, 0, -1, "tie"), ({}, 0, -1, ""), ({}, 0, -1, "nan"),
+        ({"temperature": 0.7}, 40, -1, ""), ({"top_p": 0.9}, 0, -1, ""), ({"top_p": 0.5, "min_p": 0.05}, 100, -1, ""),
+        ({"min_p": 0.1}, 0, -1, ""), ({"top_p": 0.95, **PENALTIES}, 50, 2, ""), ({"temperature": 0, **PENALTIES}, 0, 1, ""),
+        ({"temperature": 0.1, "top_p": 0.99}, 30, 0, ""), ({}, 0, -1, "half"), ({"top_p": 0.9}, 0, -1, "flat"),
+        ({}, 1, -1, ""), ({"top_p": 0.9}, 6000, -1, "flat"), ({"top_p": 1e-6}, 0, -1, ""), ({}, 0, -1, "inf"),
+        ({}, 5, -1, "none")]
+    rng, b = np.random.default_rng(vocab), len(rows)
+    logits = (rng.standard_normal((b, vocab)) * 3).astype(np.float32)
+    settings, counters = np.zeros((b, 8), np.float32), np.zeros((b, 8), np.int32)
+    counters[:, 1:4] = rng.integers(0, 2**31, (b, 3))
+    for i, (own, top_k, counts_row, kind) in enumerate(rows):
+        settings[i, :6] = list({**OFF, **own}.values())
+        counters[i, 0], counters[i, 4] = top_k, counts_row
+        logits[i, [5, vocab - 1] if kind == "tie" else []] = 20
+        logits[i, vocab // 2] = {"nan": np.nan, "inf": np.inf}.get(kind, logits[i, vocab // 2])
+        logits[i, ::2] = -np.inf if kind == "half" else logits[i, ::2]
+        logits[i] = {"flat": logits[i] * 0.01, "none": np.full(vocab, -np.inf)}.get(kind, logits[i])
+    if constrained:
+        counters[:, 5] = np.arange(b) % 2
+    counts = np.where(rng.random((4, vocab)) < 0.1, rng.integers(1, 4, (4, vocab)), 0).astype(np.int32)
+    counts |= np.where(rng.random((4, vocab)) < 0.1, sampling_case.IN_PROMPT, 0).astype(np.int32)
+    bits = rng.integers(-2**31, 2**31, (b, -(-vocab // 32))).astype(np.int32)
+    before = counts.copy()
+    tokens, logprobs = np.full(b, -9, np.int32), np.full(b, np.nan, np.float32)
+    kernel = sampling.sample(SamplingSpec(vocab, constrained))
+    emulate(kernel, [(sampling.scan_blocks(vocab), b), (b,)], [sampling.SCAN_THREADS, sampling.THREADS],
+            {"logits": logits, "settings": settings, "counters": counters, "counts": counts, "allowed": bits,
+             "token_ids": tokens, "logprobs": logprobs}, {"b": b, "c": 4})
+    drawn = np.zeros_like(counts)
+    for i in range(b):
+        allowed = (bits[i].view(np.uint32)[np.arange(vocab) // 32] >> (np.arange(vocab) % 32) & 1) > 0
+        row = counters[i, 4]
+        token, logprob, scores = sampling_case.expect(logits[i], settings[i], counters[i], before[row] if row >= 0 else None,
+                                                      allowed if counters[i, 5] else None)
+        assert tokens[i] == token or scores[token] - scores[tokens[i]] < 1e-4, (i, rows[i], tokens[i], token)
+        assert np.isnan(logprobs[i]) if token < 0 else abs(logprobs[i] - logprob) < 1e-4 or tokens[i] != token
+        if row >= 0 and token >= 0:
+            drawn[row, tokens[i]] += 1
+    np.testing.assert_array_equal(counts - before, drawn)
+
+
+KERNELS = {
+    "rope": lambda arch: rope_append.rope_append(spec(32, 8, 128, norm=1e-6)),
+    "decode": lambda arch: decode_attention(spec(32, 8, 128), arch),
+    "decode_256": lambda arch: decode_attention(spec(8, 4, 256, 64, window=512), arch),
+    "prefill": lambda arch: prefill_attention(spec(32, 8, 128), arch),
+    "prefill_64": lambda arch: prefill_attention(spec(32, 8, 64, dtype="float16"), arch),
+    "sample": lambda arch: sampling.sample(SamplingSpec(128256)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not harness.have_compiler(), reason="needs nvcc")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+def test_kernels_compile_without_local_memory(arch: str) -> None:
+    funcs = {f"{name}_{i}": stage.func for name, make in KERNELS.items() for i, stage in enumerate(make(arch).stages)}
+    found = harness.resources(harness.generate_source(funcs, arch), arch)
+    assert len(found) == len(funcs)
+    for kernel in found:
+        assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0, kernel
+        assert kernel.registers <= 255
+
+
+@pytest.mark.parametrize("arch", sorted(attention_decode.LIMITS))
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_default_tunings_fit_shared_memory(arch: str, head_dim: int) -> None:
+    s = spec(32, 8, head_dim)
+    limit = attention_decode.LIMITS[arch][0] * 1024
+    tuning = attention_decode.default_tuning(s, arch)
+    assert attention_decode.shared_bytes(s, tuning.warps, tuning.stages) <= limit
+    assert attention_prefill.shared_bytes(s, attention_prefill.default_tuning(s, arch)) <= limit
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: decode_attention(spec(dtype="float32")), "bfloat16"), (lambda: prefill_attention(spec(dtype="int8")), "bfloat16"),
+    (lambda: decode_attention(spec(7, 2)), "multiple"), (lambda: prefill_attention(spec(head_dim=72)), "multiple of 16"),
+    (lambda: rope_append.rope_append(spec(head_dim=65, rotary_dim=65)), "even")])
+def test_impossible_specs_are_refused_with_a_reason(make: Any, message: str) -> None:
+    with pytest.raises(CompileError, match=message):
+        make()
