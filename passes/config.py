@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """`disabled` names passes of ours to leave out (see `pipeline.OPTIONAL`); `decode_buckets` are the batch sizes that
-    get a decode function of their own, and with `cuda_graph` each of these is captured as one graph."""
+    """`disabled` names passes of ours to leave out (see `pipeline.OPTIONAL`); `decode_buckets` are the batch sizes and
+    `prefill_buckets` the token counts that get a function of their own; with `cuda_graph` each is captured as one
+    graph."""
 
     disabled: frozenset[str] = frozenset()
     decode_buckets: tuple[int, ...] = ()
+    prefill_buckets: tuple[int, ...] = ()
     cuda_graph: bool = False

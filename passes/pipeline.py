@@ -45,6 +45,7 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
         ("fuse", [FuseUnpackMatmul, FuseAddNorm, PruneParameters, VerifyPhase("fuse")]),
         ("lower", [
             *([SpecializeBuckets("decode", "t", config.decode_buckets)] if config.decode_buckets else []),
+            *([SpecializeBuckets("prefill", "t", config.prefill_buckets)] if config.prefill_buckets else []),
             LowerKernels(provider, attention),
             PruneParameters,
             relax.transform.LegalizeOps(),

@@ -22,6 +22,11 @@ def decode_buckets(max_batch: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in sizes if size < max_batch} | {max_batch}))
 
 
+def prefill_buckets(prefill_chunk: int) -> tuple[int, ...]:
+    """Token counts up to 512, where launches cost more than arithmetic."""
+    return tuple(size for size in (16, 32, 64, 128, 192, 256, 384, 512) if size <= prefill_chunk)
+
+
 def bucket_of(func: relax.Function) -> int | None:
     """The bucket a function is specialised for; None for a symbolic one."""
     value = (func.attrs or {}).get(BUCKET)

@@ -68,7 +68,9 @@ class _Exporter:
                   _tensor("query_start", "int32", b + 1), _tensor("lengths", "int32", b),
                   _tensor("page_table", "int32", b, self.limits.max_pages), _tensor("logit_rows", "int32", r),
                   self._pages()]
-        bounds = {"t": self.limits.prefill_chunk, "b": self.limits.max_batch, "r": self.limits.prefill_chunk}
+        # On a GPU the engine asks for at most a batch of logit rows, since they stay in the planned memory.
+        rows = self.limits.max_batch if self.device_sampling else self.limits.prefill_chunk
+        bounds = {"t": self.limits.prefill_chunk, "b": self.limits.max_batch, "r": rows}
         token_ids, positions, slots, query_start, lengths, page_table, logit_rows, pages = inputs
         decoder = Decoder(self.config, self.dtype)
 

@@ -34,7 +34,7 @@ from relaxpack.lowering import Lowered, lower_model
 from relaxpack.model_info import ModelInfo
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.pipeline import OPTIONAL
-from relaxpack.passes.specialize_buckets import decode_buckets
+from relaxpack.passes.specialize_buckets import decode_buckets, prefill_buckets
 from relaxpack.recipe import Pack
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.relax_models.export import BuildLimits
@@ -174,7 +174,8 @@ def pipeline_config(target: TargetSpec, limits: BuildLimits, disabled: frozenset
     """On a GPU every bucket of the batch gets a captured decode function; a CPU needs none."""
     if target.kind == "cpu":
         return PipelineConfig(disabled)
-    return PipelineConfig(disabled, decode_buckets(limits.max_batch), cuda_graph=True)
+    return PipelineConfig(disabled, decode_buckets(limits.max_batch), prefill_buckets(limits.prefill_chunk),
+                          cuda_graph=True)
 
 
 def _dtypes(target: TargetSpec, options: BuildOptions) -> tuple[str, str]:
@@ -266,7 +267,7 @@ def _record_canaries(writer: BundleWriter, entry: TargetEntry, library: Path, in
 def _target_entry(spec: TargetSpec, lowered: Lowered) -> TargetEntry:
     return TargetEntry(
         spec, f"lib/{spec.file_stem}.so", spec.file_stem, tuple(p.name for p in lowered.parameters),
-        lowered.functions, lowered.bounds, {"decode": lowered.buckets} if lowered.buckets else {},
+        lowered.functions, lowered.bounds, lowered.buckets,
         {"arena_bytes": lowered.arena_bytes()}, lowered.kernel_counts())
 
 

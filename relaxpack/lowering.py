@@ -47,7 +47,7 @@ class Lowered:
     parameters: list[Parameter]
     functions: tuple[str, ...]
     bounds: dict[str, int]
-    buckets: tuple[int, ...]
+    buckets: dict[str, tuple[int, ...]]
     explanation: dict[str, Any] = field(default_factory=dict)
 
     def kernel_counts(self) -> dict[str, int]:
@@ -99,8 +99,10 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
             bounds[str(name)] = max(int(bound), bounds.get(str(name), 0))
     explanation = {"phases": report, "kernels": _kernels(final), "calls": json.loads(str(final.attrs[KERNELS])),
                    "memory_plan": json.loads(str(final.attrs[PLAN]))}
+    buckets = {"decode": pipeline.decode_buckets, "prefill": pipeline.prefill_buckets}
+    buckets = {name: sizes for name, sizes in buckets.items() if sizes}
     functions = tuple(gv.name_hint for gv, _ in exported_functions(mod))
-    return Lowered(executable, parameters, functions, bounds, pipeline.decode_buckets, explanation)
+    return Lowered(executable, parameters, functions, bounds, buckets, explanation)
 
 
 def _generate_code(mod: tvm.IRModule, target: TargetSpec) -> Any:

@@ -9,7 +9,8 @@ above the largest bucket run the symbolic function eagerly and are counted.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,18 +66,18 @@ class _Staging:
 
 
 class CudaModelRunner:
-    """A `runtime.step_plan.ModelRunner` over device memory. `buckets`: ascending batch sizes with a captured function;
-    `graphs` False runs every step eagerly through the symbolic functions (for debugging)."""
+    """A `runtime.step_plan.ModelRunner` over device memory. `buckets`: function → ascending sizes that have a captured
+    function; `graphs` False runs every step eagerly through the symbolic functions (for debugging)."""
 
-    def __init__(self, library: Library, info: ModelInfo, device: Any, buckets: Sequence[int],
+    def __init__(self, library: Library, info: ModelInfo, device: Any, buckets: Mapping[str, Sequence[int]],
                  num_pages: int | None = None, graphs: bool = True) -> None:
         self.info, self.device = info, device
         self.page_size, self.max_batch = info.page_size, info.max_batch
         self.prefill_chunk, self.max_context = info.prefill_chunk, info.max_context
         self.vocab_size, self.max_logit_rows = info.vocab_size, info.max_batch
-        self.buckets = tuple(buckets) if graphs else ()
-        self.eager_decode_steps = 0
-        self.graph_decode_steps = 0
+        self.buckets = {name: tuple(sizes) for name, sizes in buckets.items()} if graphs else {}
+        self.graph_steps: Counter[str] = Counter()    # by function: steps that replayed a graph
+        self.eager_steps: Counter[str] = Counter()    # and steps that did not
         self._library = library
         self.num_pages = choose_num_pages(info, cuda_memory.free_and_total()[0], num_pages)
         layers, *rest = page_shape(info)
@@ -120,10 +121,13 @@ class CudaModelRunner:
 
     def warm_up(self) -> None:
         """Capture every bucket, largest first, so that the first request pays for none."""
-        for size in reversed(self.buckets):
+        for size in reversed(self.buckets.get("decode", ())):
             self.decode([SequenceStep([0], 0, [0], [0])] * size)
+        for size in reversed(self.buckets.get("prefill", ())):
+            pages = [0] * -(-size // self.page_size)
+            self.prefill([SequenceStep([0] * size, 0, pages, [size - 1])])
         cuda_memory.synchronize()
-        self.graph_decode_steps = 0
+        self.graph_steps.clear()
 
     def read_pages(self, page_ids: Sequence[int]) -> np.ndarray:
         """Copies of pages, [n, layers, 2, kv_heads, page_size, head_dim], 16-bit floats as their bits."""
@@ -135,7 +139,7 @@ class CudaModelRunner:
     def decode(self, sequences: Sequence[SequenceStep], fill_sampling: FillSampling | None = None,
                token_source: np.ndarray | None = None) -> Any:
         """Start a decode step; (logits f32[bucket, V], token ids i32[bucket], log-probabilities f32[bucket])."""
-        size, name = self._bucket(len(sequences))
+        size, name = self._bucket("decode", len(sequences))
         layout = step_inputs.decode_layout(size, self.info, True)
         arrays = self._stage(layout)
         step_inputs.fill_decode(arrays, sequences, self.page_size)
@@ -152,10 +156,12 @@ class CudaModelRunner:
         """Start a prefill; logits f32[rows, V] (at least one row)."""
         rows = step_inputs.count_logit_rows(sequences)
         tokens = sum(len(s.token_ids) for s in sequences)
-        layout = step_inputs.prefill_layout(tokens, len(sequences), max(rows, 1), self.info)
+        # A graph is captured per (bucket, sequences, rows): only one prompt at a time keeps their number small.
+        size, name = self._bucket("prefill", tokens) if len(sequences) == 1 and rows <= 1 else (tokens, "prefill")
+        layout = step_inputs.prefill_layout(size, len(sequences), max(rows, 1), self.info)
         step_inputs.fill_prefill(self._stage(layout), sequences, self.page_size)
         views = self._upload(layout)
-        return self._library.call("prefill", [*(views[n] for n in layout.names), self._pages])
+        return self._library.call(name, [*(views[n] for n in layout.names), self._pages])
 
     def _sample(self, logits: Any, rows: int, fill_sampling: FillSampling) -> Any:
         layout = step_inputs.sampling_layout(rows)
@@ -163,14 +169,15 @@ class CudaModelRunner:
         views = self._upload(layout)
         return self._library.call("sample", [logits, views["settings"], views["counters"], self._counts])
 
-    def _bucket(self, batch: int) -> tuple[int, str]:
-        """(rows to run, function) for a batch."""
-        at = bisect.bisect_left(self.buckets, batch)
-        if at == len(self.buckets):
-            self.eager_decode_steps += 1
-            return batch, "decode"
-        self.graph_decode_steps += 1
-        return self.buckets[at], f"decode_{self.buckets[at]}"
+    def _bucket(self, function: str, size: int) -> tuple[int, str]:
+        """(rows to run, function to call) for a number of rows."""
+        sizes = self.buckets.get(function, ())
+        at = bisect.bisect_left(sizes, size)
+        if at == len(sizes):
+            self.eager_steps[function] += 1
+            return size, function
+        self.graph_steps[function] += 1
+        return sizes[at], f"{function}_{sizes[at]}"
 
     @staticmethod
     def _fill_sampling(arrays: Arrays, fill: FillSampling | None) -> None:
@@ -207,7 +214,7 @@ class CudaModelRunner:
             return self._views[layout]
         views = {name: view(self._inputs, shape, "float32" if name == "settings" else "int32", start * 4)
                  for name, shape, start in zip(layout.names, layout.shapes, layout.offsets, strict=True)}
-        if "query_start" not in layout.names:
+        if "query_start" not in layout.names or layout.shapes[0][0] in self.buckets.get("prefill", ()):
             self._views[layout] = views
         return views
 

@@ -48,7 +48,7 @@ def make_runner(library: Path, entry: TargetEntry, info: ModelInfo, parameters: 
     from relaxpack.runtime.cuda_model_runner import CudaModelRunner, upload_parameters
 
     loaded = Library(library, device, upload_parameters(parameters, device))
-    return CudaModelRunner(loaded, info, device, entry.buckets.get("decode", ()), num_pages, graphs)
+    return CudaModelRunner(loaded, info, device, entry.buckets, num_pages, graphs)
 
 
 def load_runner(bundle: Bundle, kind: str | None = None, num_pages: int | None = None,

@@ -103,6 +103,9 @@ def fill_prefill(arrays: Arrays, sequences: Sequence[SequenceStep], page_size: i
         page_table[i, :used] = s.page_ids[:used]
         arrays["slots"][part] = page_table[i, where // page_size] * page_size + where % page_size
         rows += [first + offset for offset in s.logit_offsets]
+    padding = slice(int(query_start[len(sequences)]), None)  # rows of no sequence: they write to the scratch page
+    for name in ("token_ids", "positions", "slots"):
+        arrays[name][padding] = 0
     # A chunk that wants no logits still has one row: functions have no results of size zero.
     arrays["logit_rows"][:] = rows or [0]
 

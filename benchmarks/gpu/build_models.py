@@ -69,7 +69,7 @@ def main() -> None:
     info = ModelInfo(args.model, config.architecture, config.num_layers, config.hidden_size, config.num_heads,
                      config.num_kv_heads, config.head_dim, config.vocab_size, limits.max_context, limits.page_size,
                      "bfloat16", "bfloat16", limits.max_batch, limits.prefill_chunk, None, (), False)
-    description = {"info": info.to_json(), "buckets": list(lowered.buckets), "arena_bytes": lowered.arena_bytes(),
+    description = {"info": info.to_json(), "buckets": lowered.buckets, "arena_bytes": lowered.arena_bytes(),
                    "rope_theta": config.rope.theta, "epsilon": config.norm_epsilon,
                    "intermediate_size": config.intermediate_size, "tie_embeddings": config.tie_embeddings,
                    "qkv_bias": config.qkv_bias, "kernels": lowered.explanation["kernels"],

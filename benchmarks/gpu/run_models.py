@@ -57,43 +57,45 @@ def make_parameters(description: dict[str, Any]) -> tuple[list[Any], dict[str, t
 
 
 class Reference:
-    """Plain torch forward of one sequence, float32 math on bf16 weights."""
+    """Plain torch forward of one sequence on the bf16 weights, in float32 or (to know the dtype's own error) bfloat16."""
 
-    def __init__(self, description: dict[str, Any], plain: dict[str, torch.Tensor]) -> None:
-        self.d, self.w = description, plain
+    def __init__(self, description: dict[str, Any], plain: dict[str, torch.Tensor],
+                 dtype: torch.dtype = torch.float32) -> None:
+        self.d, self.w, self.dtype = description, plain, dtype
         self.info = ModelInfo.from_json(description["info"])
 
     def __call__(self, ids: list[int]) -> torch.Tensor:
         i, w = self.info, self.w
         n, d = len(ids), i.head_dim
-        x = w["model.embed_tokens.weight"][torch.tensor(ids, device="cuda")].float()
+        x = w["model.embed_tokens.weight"][torch.tensor(ids, device="cuda")].to(self.dtype)
         inv = self.d["rope_theta"] ** -(torch.arange(0, d, 2, device="cuda", dtype=torch.float64) / d)
         angle = (torch.arange(n, device="cuda").double()[:, None] * inv).float()
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
 
         def norm(v: torch.Tensor, name: str) -> torch.Tensor:
-            return v * torch.rsqrt((v * v).mean(-1, keepdim=True) + self.d["epsilon"]) * w[name]
+            v = v.float()
+            return (v * torch.rsqrt((v * v).mean(-1, keepdim=True) + self.d["epsilon"]) * w[name]).to(self.dtype)
 
         def rope(v: torch.Tensor) -> torch.Tensor:
             a, b = v[..., :d // 2], v[..., d // 2:]
-            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(self.dtype)
 
         for layer in range(i.num_layers):
             p = f"model.layers.{layer}."
-            qkv = norm(x, p + "input_layernorm.weight") @ w[p + "self_attn.q_proj+k_proj+v_proj.weight"].float().T
+            qkv = norm(x, p + "input_layernorm.weight") @ w[p + "self_attn.q_proj+k_proj+v_proj.weight"].to(self.dtype).T
             if self.d["qkv_bias"]:
-                qkv = qkv + w[p + "self_attn.q_proj+k_proj+v_proj.bias"]
+                qkv = (qkv + w[p + "self_attn.q_proj+k_proj+v_proj.bias"]).to(self.dtype)
             q, k, v = qkv.split([i.num_heads * d, i.num_kv_heads * d, i.num_kv_heads * d], -1)
             q, k, v = rope(q.reshape(n, -1, d)), rope(k.reshape(n, -1, d)), v.reshape(n, -1, d)
             o = torch.nn.functional.scaled_dot_product_attention(
                 q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], is_causal=True,
                 enable_gqa=True)[0].transpose(0, 1).reshape(n, -1)
-            x = x + o @ w[p + "self_attn.o_proj.weight"].float().T
-            gu = norm(x, p + "post_attention_layernorm.weight") @ w[p + "mlp.gate_proj+up_proj.weight"].float().T
+            x = x + o @ w[p + "self_attn.o_proj.weight"].to(self.dtype).T
+            gu = norm(x, p + "post_attention_layernorm.weight") @ w[p + "mlp.gate_proj+up_proj.weight"].to(self.dtype).T
             gate, up = gu.chunk(2, -1)
-            x = x + (torch.nn.functional.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].float().T
-        head = w["model.embed_tokens.weight" if self.d["tie_embeddings"] else "lm_head.weight"].float()
-        return norm(x, "model.norm.weight") @ head.T
+            x = x + (torch.nn.functional.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].to(self.dtype).T
+        head = w["model.embed_tokens.weight" if self.d["tie_embeddings"] else "lm_head.weight"].to(self.dtype)
+        return (norm(x, "model.norm.weight") @ head.T).float()
 
 
 def relative_error(got: np.ndarray, want: torch.Tensor) -> float:
@@ -224,11 +226,17 @@ def main() -> None:
                               "arena_bytes": description["arena_bytes"]}
     if not args.no_check:
         result["errors"] = check(runner, Reference(description, plain))
+        ids = np.random.default_rng(5).integers(0, info.vocab_size, 203).tolist()
+        exact = Reference(description, plain)(ids)
+        rounded = Reference(description, plain, torch.bfloat16)(ids)
+        result["errors"]["torch_bfloat16"] = float((rounded - exact).norm() / exact.norm())
         result["repeatable"] = graph_equals_eager(runner)
         print(json.dumps(result["errors"], indent=0), result["repeatable"], flush=True)
     begin = time.perf_counter()
     runner.warm_up()
     result["capture_seconds"] = round(time.perf_counter() - begin, 2)
+    free, total = cuda_memory.free_and_total()
+    result["device_bytes_used"] = total - free
     embedding = plain["model.embed_tokens.weight"]
     read = weight_bytes - (0 if description["tie_embeddings"] else embedding.numel() * embedding.element_size())
     rows = []
