@@ -1,7 +1,7 @@
 """Decode attention over pages: one query a sequence, online softmax, each key and value row read once per KV head.
 
-A task is (sequence, KV head, part of the context); parts exist only while sequences x KV heads are too few to fill the
-threads. A second step merges the parts (running maximum, sum, weighted values) into y.
+A task is (sequence, KV head, part of the context). Long contexts of few sequences are cut into parts to fill the
+threads; a second step then merges the parts (running maximum, sum, weighted values) into y.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from .builder import (
     T,
     build,
     const,
+    either,
     hold,
+    hold_index,
     i64,
     load,
     loop,
     minimum,
     parallel,
-    rows_loop,
     splat,
     store,
     symbol,
     vectors_of,
+    when,
 )
 from .isa import Isa, exp, fma, reduce_max, reduce_sum, to_float, vmax
 from .rope_append import pages_shape
 
 KEYS = 64           # keys of one softmax step
 MAX_PARTS = 8
+KEYS_OF_PART = 128  # fewer keys are not worth a task
 FEW_TASKS = 16      # sequences x KV heads below which the context is cut into parts
 LOWEST = -1e30      # stands for minus infinity; differences stay finite
 
@@ -48,81 +51,103 @@ def decode_attention(isa: Isa, spec: AttentionSpec) -> Any:
               ("y", (t, heads * dim), "float32")]
 
     def body(q: Any, pages: Any, page_table: Any, lengths: Any, layer: Expr, y: Any) -> None:
-        parts = T.bind(T.Select(t * i64(kv_heads) < i64(FEW_TASKS), i64(MAX_PARTS), i64(1)))
-        values = T.alloc_buffer((t * i64(heads), parts, i64(dim)), "float32")
-        state = T.alloc_buffer((t * i64(heads), parts, i64(2)), "float32")
-
-        def key_row(seq: Expr, position: Expr, kind: int, kv_head: Expr) -> list[Expr]:
-            page = T.bind(T.Cast("int64", page_table[seq, T.truncdiv(position, i64(spec.page_size))]))
-            offset = T.bind(T.truncmod(position, i64(spec.page_size)))
-            return [T.bind(to_float(load(pages, layer, page, i64(kind), kv_head, offset, i64(at), lanes=n),
-                                    spec.kv_dtype, n)) for at, n in pieces]
+        longest = Registers(1, 1, "int32", T.int32(0))
+        with when(t * i64(kv_heads) < i64(FEW_TASKS)), loop(t) as s:
+            longest[0] = T.max(longest[0], lengths[s])
+        wanted = T.truncdiv(T.Cast("int64", longest[0]) + i64(KEYS_OF_PART - 1), i64(KEYS_OF_PART))
+        parts = hold_index(T.max(minimum(wanted, i64(MAX_PARTS)), i64(1)))
+        # TVM moves allocations to the top: their shapes can only use parameters.
+        kept = T.Select(t * i64(kv_heads) < i64(FEW_TASKS), t * i64(heads), i64(1))
+        values = T.alloc_buffer((kept, i64(MAX_PARTS), i64(dim)), "float32")
+        state = T.alloc_buffer((kept, i64(MAX_PARTS), i64(2)), "float32")
 
         with parallel(t * i64(kv_heads) * parts) as task:
-            part = T.bind(T.truncmod(task, parts))
-            pair = T.bind(T.truncdiv(task, parts))
-            seq = T.bind(T.truncdiv(pair, i64(kv_heads)))
-            kv_head = T.bind(T.truncmod(pair, i64(kv_heads)))
-            length = T.bind(T.Cast("int64", lengths[seq]))
-            first = T.bind(T.max(length - i64(spec.window), i64(0))) if spec.window is not None else i64(0)
+            part = hold_index(T.truncmod(task, parts))
+            pair = hold_index(T.truncdiv(task, parts))
+            seq = hold_index(T.truncdiv(pair, i64(kv_heads)))
+            kv_head = hold_index(T.truncmod(pair, i64(kv_heads)))
+            length = hold_index(T.Cast("int64", lengths[seq]))
+            first = hold_index(T.max(length - i64(spec.window), i64(0))) if spec.window is not None else i64(0)
             steps = T.truncdiv(length - first + i64(KEYS - 1), i64(KEYS))
-            chunk = T.bind(T.truncdiv(steps + parts - i64(1), parts) * i64(KEYS))
-            begin = T.bind(first + part * chunk)
-            end = T.bind(minimum(begin + chunk, length))
+            chunk = hold_index(T.truncdiv(steps + parts - i64(1), parts) * i64(KEYS))
+            begin = hold_index(first + part * chunk)
+            end = hold_index(minimum(begin + chunk, length))
 
             query = T.alloc_buffer((i64(group), i64(dim)), "float32")
             acc = T.alloc_buffer((i64(group), i64(dim)), "float32")
             scores = T.alloc_buffer((i64(group), i64(KEYS)), "float32")
+            rows = T.alloc_buffer((i64(KEYS), i64(dim)), "float32")  # this step's values
             top, mass = (T.alloc_buffer((i64(group),), "float32") for _ in range(2))
-            for g in range(group):
-                store(top, T.float32(LOWEST), i64(g))
-                store(mass, T.float32(0), i64(g))
+            with loop(group) as g:
+                store(top, T.float32(LOWEST), g)
+                store(mass, T.float32(0), g)
                 for at, n in pieces:
-                    source = load(q, seq, (kv_head * i64(group) + i64(g)) * i64(dim) + i64(at), lanes=n)
-                    store(query, source * const(spec.scale, n), i64(g), i64(at), lanes=n)
-                    store(acc, const(0.0, n), i64(g), i64(at), lanes=n)
+                    source = load(q, seq, (kv_head * i64(group) + g) * i64(dim) + i64(at), lanes=n)
+                    store(query, source * const(spec.scale, n), g, i64(at), lanes=n)
+                    store(acc, const(0.0, n), g, i64(at), lanes=n)
 
             with loop(T.max(T.truncdiv(end - begin + i64(KEYS - 1), i64(KEYS)), i64(0))) as step:
-                start = T.bind(begin + step * i64(KEYS))
-                count = T.bind(minimum(end - start, i64(KEYS)))
+                start = hold_index(begin + step * i64(KEYS))
+                count = hold_index(minimum(end - start, i64(KEYS)))
                 with loop(count) as j:
-                    keys = key_row(seq, start + j, 0, kv_head)
-                    for g in range(group):
-                        sums: dict[int, Expr] = {}
-                        for (at, n), key in zip(pieces, keys, strict=True):
-                            value = load(query, i64(g), i64(at), lanes=n)
-                            sums[n] = fma(value, key, sums[n]) if n in sums else value * key
-                        total = None
-                        for n, vector in sums.items():
-                            one = reduce_sum(vector, n)
-                            total = one if total is None else total + one
-                        store(scores, total, i64(g), j)
-                with loop(i64(KEYS) - count) as j:
-                    for g in range(group):
-                        store(scores, T.float32(LOWEST), i64(g), count + j)
+                    page = T.bind(T.Cast("int64", page_table[seq, T.truncdiv(start + j, i64(spec.page_size))]))
+                    offset = hold_index(T.truncmod(start + j, i64(spec.page_size)))
+
+                    def row(kind: int) -> list[Expr]:
+                        return [T.bind(to_float(load(pages, layer, page, i64(kind), kv_head, offset, i64(at), lanes=n),
+                                                spec.kv_dtype, n)) for at, n in pieces]
+
+                    for (at, n), value in zip(pieces, row(1), strict=True):
+                        store(rows, value, j, i64(at), lanes=n)
+                    key = row(0)
+                    with loop(group) as g:
+                        store(scores, _dot(query, g, key, pieces), g, j)
                 with loop(group) as g:
+                    with loop(i64(KEYS) - count) as j:
+                        store(scores, T.float32(LOWEST), g, count + j)
                     softmax_step(isa, scores, g, top, mass, acc, pieces)
-                with loop(count) as j:
-                    row = key_row(seq, start + j, 1, kv_head)
-                    for g in range(group):
-                        weight = T.bind(scores[i64(g), j])
-                        for (at, n), value in zip(pieces, row, strict=True):
-                            store(acc, fma(splat(weight, n), value, load(acc, i64(g), i64(at), lanes=n)),
-                                  i64(g), i64(at), lanes=n)
+                    sums = [Registers(1, n, start=load(acc, g, i64(at), lanes=n)) for at, n in pieces]
+                    with loop(count) as j:
+                        weight = T.bind(scores[g, j])
+                        for (at, n), total in zip(pieces, sums, strict=True):
+                            total[0] = fma(splat(weight, n), load(rows, j, i64(at), lanes=n), total[0])
+                    for (at, n), total in zip(pieces, sums, strict=True):
+                        store(acc, total[0], g, i64(at), lanes=n)
 
-            for g in range(group):
-                row = T.bind(seq * i64(heads) + kv_head * i64(group) + i64(g))
-                store(state, top[i64(g)], row, part, i64(0))
-                store(state, mass[i64(g)], row, part, i64(1))
-                for at, n in pieces:
-                    store(values, load(acc, i64(g), i64(at), lanes=n), row, part, i64(at), lanes=n)
+            def keep() -> None:
+                with loop(group) as g:
+                    row = hold_index(seq * i64(heads) + kv_head * i64(group) + g)
+                    store(state, top[g], row, part, i64(0))
+                    store(state, mass[g], row, part, i64(1))
+                    for at, n in pieces:
+                        store(values, load(acc, g, i64(at), lanes=n), row, part, i64(at), lanes=n)
 
-        def merge(row: Expr) -> None:
+            def finish() -> None:
+                with loop(group) as g:
+                    inverse = hold(T.float32(1) / T.max(mass[g], T.float32(1e-30)), 1)
+                    for at, n in pieces:
+                        store(y, load(acc, g, i64(at), lanes=n) * splat(inverse, n), seq,
+                              (kv_head * i64(group) + g) * i64(dim) + i64(at), lanes=n)
+
+            either(parts > i64(1), keep, finish)
+
+        with when(parts > i64(1)), loop(t * i64(heads)) as row:
             _merge(row, parts, values, state, y, heads, dim, pieces)
 
-        rows_loop(t * i64(heads), merge, serial_below=65)
-
     return build(params, body)
+
+
+def _dot(query: Any, g: Expr, key: list[Expr], pieces: list[tuple[int, int]]) -> Expr:
+    """Sum over the head's numbers of query row g times the key in registers."""
+    sums: dict[int, Expr] = {}
+    for (at, n), part in zip(pieces, key, strict=True):
+        value = load(query, g, i64(at), lanes=n)
+        sums[n] = fma(value, part, sums[n]) if n in sums else value * part
+    total = None
+    for n, vector in sums.items():
+        one = reduce_sum(vector, n)
+        total = one if total is None else total + one
+    return total
 
 
 def softmax_step(isa: Isa, scores: Any, row: Expr, top: Any, mass: Any, acc: Any, pieces: list[tuple[int, int]]) -> None:
