@@ -1,0 +1,162 @@
+"""`GenerationResponse`: runs a job's requests to their end and answers, whole or as server-sent events.
+
+Whatever ends the connection (the client leaves, time is up, the server shuts down) cancels the requests, so their pages are
+free before the next step. What answers look like is `answers.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from relaxpack.runtime.async_engine import Piece, RequestStream
+from relaxpack.runtime.server.answers import Head, Json, Output, usage
+from relaxpack.runtime.server.errors import ApiError, error_body, response_to
+from relaxpack.runtime.server.translate import Job
+
+KEEP_ALIVE_SECONDS = 15.0       # a comment goes out while the first token takes longer, or a proxy may give up
+_DONE = b"data: [DONE]\n\n"
+
+
+class GenerationResponse(Response):
+    def __init__(self, job: Job, head: Head, outputs: Sequence[Output], *, whole_kind: str,
+                 timeout: float | None = None, draining: Callable[[], bool] = lambda: False) -> None:
+        """`timeout`: seconds until the requests are ended. `draining`: whether the server is shutting down."""
+        self.status_code = 200
+        self.background = None
+        self._job, self._head, self._outputs, self._whole_kind = job, head, outputs, whole_kind
+        self._timeout, self._draining = timeout, draining
+        self._tokens = 0
+        self._timed_out = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        watch = asyncio.ensure_future(_until_gone(receive))
+        watch.add_done_callback(lambda _: self._job.cancel())
+        timer = loop.call_later(self._timeout, self._time_is_up) if self._timeout else None
+        try:
+            if self._job.stream:
+                await self._stream(send)
+            else:
+                await (await self._whole())(scope, receive, send)
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._job.cancel()
+            watch.cancel()
+
+    def _time_is_up(self) -> None:
+        self._timed_out = True
+        self._job.cancel()
+
+    async def _whole(self) -> Response:
+        async for index, piece in merged(self._job.streams, self._job.params.n):
+            error = self._error(piece)
+            if error is not None:
+                return response_to(error)
+            self._take(index, piece)
+        body = self._head.body([output.whole() for output in self._outputs], self._whole_kind)
+        return JSONResponse({**body, "usage": usage(self._job, self._tokens)})
+
+    def _take(self, index: int, piece: Piece) -> list[Json]:
+        self._tokens += 0 if self._job.echo_only else len(piece.token_ids)
+        return self._outputs[index].add(piece)
+
+    async def _stream(self, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
+                   (b"x-accel-buffering", b"no")]
+        pieces = merged(self._job.streams, self._job.params.n)
+        first = asyncio.ensure_future(anext(pieces))
+        started = False
+        while not (await asyncio.wait([first], timeout=KEEP_ALIVE_SECONDS))[0]:
+            if not started:
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                started = True
+            await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+        index, piece = first.result()
+        error = self._error(piece)
+        if error is not None and not started:       # nothing has been sent, so the status can still say it
+            await response_to(error)({"type": "http"}, _never, send)
+            return
+        if not started:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        opening = [choice for output in self._outputs for choice in output.begin()]
+        body = self._events(opening)
+        while True:
+            error = self._error(piece)
+            if error is not None:
+                content = error_body(error.status, str(error), error.param, error.code)
+                body += b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
+                await send({"type": "http.response.body", "body": body + _DONE, "more_body": False})
+                return
+            body += self._events(self._take(index, piece))
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            body = b""
+            try:
+                index, piece = await anext(pieces)
+            except StopAsyncIteration:
+                break
+        if self._job.include_usage:
+            body = _event({**self._head.body([]), "usage": usage(self._job, self._tokens)})
+        await send({"type": "http.response.body", "body": body + _DONE, "more_body": False})
+
+    def _events(self, choices: Sequence[Json]) -> bytes:
+        extra: Json = {"usage": None} if self._job.include_usage else {}
+        return b"".join(_event({**self._head.body([choice]), **extra}) for choice in choices)
+
+    def _error(self, piece: Piece) -> ApiError | None:
+        """Why an output ended before its end."""
+        if piece.finish_reason == "error":
+            return ApiError(500, piece.error or "the model failed", code="generation_failed")
+        if piece.finish_reason != "abort":
+            return None
+        if self._timed_out:
+            return ApiError(504, f"the answer took longer than this server's limit of {self._timeout:g} seconds: ask for "
+                                 "fewer tokens, or try again when it is less busy", code="timeout")
+        if self._draining():
+            return ApiError(503, "the server is shutting down: try again later", code="unavailable",
+                            headers={"Retry-After": "5"})
+        return ApiError(499, "the request was cancelled", code="cancelled")
+
+
+def _event(chunk: Json) -> bytes:
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _never() -> Any:
+    raise AssertionError("a finished response reads nothing")
+
+
+async def merged(streams: Sequence[RequestStream], n: int) -> AsyncIterator[tuple[int, Piece]]:
+    """(index of the output among all, piece) from several requests with n outputs each, as they come."""
+    if len(streams) == 1:
+        async for piece in streams[0]:
+            yield piece.index, piece
+        return
+    arrived: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+
+    async def read(number: int, stream: RequestStream) -> None:
+        async for piece in stream:
+            arrived.put_nowait((number * n + piece.index, piece))
+
+    readers = [asyncio.ensure_future(read(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        open_outputs = len(streams) * n
+        while open_outputs:
+            index, piece = await arrived.get()
+            open_outputs -= piece.finish_reason is not None
+            yield index, piece
+    finally:
+        for reader in readers:
+            reader.cancel()
