@@ -19,12 +19,17 @@ NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.fl
 # Largest relative error ‖out - reference‖ / ‖reference‖ by the dtype of the output.
 TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 2e-6}
 
-cuda_emulator.RULES.insert(0, (r"fma\.rn\.(bf16|f16)x2", lambda o, i, m: (
-    "{ uint32_t r = 0; for (int h = 0; h < 2; ++h) { float f = emu::elem<BF>(A, h) * emu::elem<BF>(B, h) + emu::elem<BF>(C, h); "
-    "r |= (uint32_t)(BF ? nv_bfloat16(f).bits : half(f).bits) << 16 * h; } D = r; }"
-    .replace("BF", "true" if "bf16" in m else "false").replace("A,", f"{i[0]},").replace("B,", f"{i[1]},")
-    .replace("C,", f"{i[2]},").replace("D =", f"{o[0]} ="))))
 
+
+def _packed_fma(out: list[str], inp: list[str], mnemonic: str) -> str:
+    kind = "true" if "bf16" in mnemonic else "false"
+    number = "nv_bfloat16" if "bf16" in mnemonic else "half"
+    a, b, c = (f"emu::elem<{kind}>({word}, h)" for word in inp)
+    return (f"{{ uint32_t r = 0; for (int h = 0; h < 2; ++h) r |= (uint32_t){number}({a} * {b} + {c}).bits << 16 * h; "
+            f"{out[0]} = r; }}")
+
+
+cuda_emulator.RULES.insert(0, (r"fma\.rn\.(bf16|f16)x2", _packed_fma))
 cuda_emulator.RULES.insert(0, (r"griddepcontrol\.\w+", lambda o, i, m: ""))   # one kernel at a time: nothing to wait for
 
 

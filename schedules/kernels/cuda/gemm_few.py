@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.common import SHORT, entry, finish, silu
+from relaxpack.schedules.kernels.cuda.fragments import high, low, pack
 from tvm.script import tirx as T
 
 BK = 64                        # values of K per stage: one 128-byte swizzle row
 SW128 = 3                      # swizzle of the tensor maps and matrix descriptors
 DESC = (1 << 62) | (64 << 32) | (1 << 16)       # K-major, 128-byte swizzle, 8-row groups 1024 bytes apart
 TMA_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+TMA_MULTICAST = TMA_LOAD.replace(".L2", ".multicast::cluster.L2")
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 WG_FENCE = """
 __device__ __forceinline__ void wg_fence(float& r) { asm volatile("" : "+f"(r) :: "memory"); }
@@ -24,60 +26,78 @@ __device__ __forceinline__ void wg_fence(float& r) { asm volatile("" : "+f"(r) :
 
 
 def gemm_few(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, consumers: int = 1, split: int = 1,
-             blocks_per_sm: int = 2, bias: bool = False, residual: bool = False, swiglu: bool = False,
+             share: int = 1, blocks_per_sm: int = 2, bias: bool = False, residual: bool = False, swiglu: bool = False,
              dependent_launch: bool = False, name: str = "gemm_few"):
     """Buffers as in gemm_rows. columns: rows of x per block (multiple of 8, at most 256); consumers: warpgroups, each 64
-    weight rows; split: blocks of a cluster along K (1 to 8)."""
-    assert K % 8 == 0 and columns % 8 == 0 and 8 <= columns <= 256 and (not swiglu or N % 16 == 0)
+    weight rows; split: blocks along K (1 to 8); share: neighbouring strips that load each x tile together and multicast it.
+    A cluster has split * share blocks, at most 8."""
+    assert N % 8 == 0 and K % 8 == 0 and columns % 8 == 0 and 8 <= columns <= 256 and (not swiglu or N % 16 == 0)
+    assert columns % (8 * share) == 0 and split * share <= 8
     BM, NB, NC, S = 64 * consumers, columns, consumers, split
+    CL, XB = split * share, columns // share        # blocks of a cluster; rows of x that one block loads
     THREADS = NC * 128 + 32
     ACC = NB // 2                                   # float32 accumulators per thread
     PITCH = BM + 4
-    KT, TILES = -(-K // BK), -(-N // BM)
+    KT, GROUPS = -(-K // BK), -(-N // (BM * share))
     stage_bytes = (BM + NB) * BK * 2
     budget = 227 * 1024 if blocks_per_sm == 1 else 228 * 1024 // blocks_per_sm - 1024
-    stages = min((budget - NB * PITCH * 4 - 1280) // stage_bytes, -(-KT // S))
-    assert stages >= 2, "the tile does not fit"
+    stages = min((budget - 1024) // stage_bytes, 64, max(-(-KT // S), 2))
+    assert stages >= 2 and NB * PITCH * 4 + 1024 <= budget, "the tile does not fit"
+    PACK = pack(dtype)
+    MASK = sum(1 << member * split for member in range(share))      # blocks that share x with block 0
     MMA = f"wgmma.mma_async.sync.aligned.m64n{NB}k16.f32.{SHORT[dtype]}.{SHORT[dtype]}"
     OUT = N // 2 if swiglu else N
     BO = BM // 2 if swiglu else BM
-    clustered = S > 1
+    clustered, shared = CL > 1, share > 1
 
     def accumulators(c):
         return [c[i] for i in range(ACC)]
 
     def block_ids(blocks):
         if clustered:
-            return T.cluster_id([blocks]), T.cta_id_in_cluster([S])
+            return T.cluster_id([blocks]), T.cta_id_in_cluster([CL])
         return T.cta_id([blocks]), 0
 
     @T.inline
-    def store(partial, peers, bias_buffer, residual_buffer, y, value, tile, m, column, f):
+    def gather(v, target, partial, peers, offset):
+        """v[target .. target + 3] = sums over the cluster of four neighbouring partial sums, blocks in order. All loads
+        are issued before the first addition."""
+        if clustered:
+            for i in T.unroll(S):
+                T.ptx["ld.shared::cluster.v4.f32"](v[8 + i * 4], v[9 + i * 4], v[10 + i * 4], v[11 + i * 4],
+                                                   peers[i] + T.Cast("uint32", offset * 4))
+        else:
+            T.ptx["ld.shared.v4.f32"](v[8], v[9], v[10], v[11], partial.ptr_to([offset]))
+        for e in T.unroll(4):
+            v[target + e] = v[8 + e]
+            for i in T.unroll(S - 1):
+                v[target + e] = v[target + e] + v[12 + i * 4 + e]
+
+    @T.inline
+    def store(partial, peers, bias_buffer, residual_buffer, y, v, w, tile, m, column, f):
+        """Outputs f .. f + 3 of row m."""
         base = T.meta_var(f // 8 * 16 + f % 8 if swiglu else f)
-        value[0] = T.float32(0)
-        value[1] = T.float32(0)
-        for i in T.unroll(S):
-            if clustered:
-                T.ptx["ld.shared::cluster.f32"](
-                    value[2], peers[i] + T.Cast("uint32", (column * PITCH + base) * 4))
-                value[0] = value[0] + value[2]
-                if swiglu:
-                    T.ptx["ld.shared::cluster.f32"](
-                        value[2], peers[i] + T.Cast("uint32", (column * PITCH + base + 8) * 4))
-                    value[1] = value[1] + value[2]
-            else:
-                value[0] = value[0] + partial[column * PITCH + base]
-                if swiglu:
-                    value[1] = value[1] + partial[column * PITCH + base + 8]
-        if bias:
-            value[0] = value[0] + bias_buffer[tile * BM + base]
-            if swiglu:
-                value[1] = value[1] + bias_buffer[tile * BM + base + 8]
+        gather(v, 0, partial, peers, column * PITCH + base)
         if swiglu:
-            value[0] = silu(value[0]) * value[1]
+            gather(v, 4, partial, peers, column * PITCH + base + 8)
+        for e in T.unroll(4):
+            if bias:
+                v[e] = v[e] + bias_buffer[tile * BM + base + e]
+                if swiglu:
+                    v[4 + e] = v[4 + e] + bias_buffer[tile * BM + base + 8 + e]
+            if swiglu:
+                v[e] = silu(v[e]) * v[4 + e]
         if residual:
-            value[0] = value[0] + T.Cast("float32", residual_buffer[m, tile * BO + f])
-        y[m, tile * BO + f] = T.Cast(out_dtype, value[0])
+            T.ptx["ld.global.v2.b32"](w[0], w[1], residual_buffer.ptr_to([m, tile * BO + f]))
+            for e in T.unroll(2):
+                v[e * 2] = v[e * 2] + low(dtype, w[e])
+                v[e * 2 + 1] = v[e * 2 + 1] + high(dtype, w[e])
+        if out_dtype == "float32":
+            T.ptx["st.global.v4.f32"](y.ptr_to([m, tile * BO + f]), v[0], v[1], v[2], v[3])
+        else:
+            T.ptx[PACK](w[0], v[1], v[0])
+            T.ptx[PACK](w[1], v[3], v[2])
+            T.ptx["st.global.v2.b32"](y.ptr_to([m, tile * BO + f]), w[0], w[1])
 
     @T.inline
     def body(x, weight, bias_buffer, residual_buffer, y, t):
@@ -86,31 +106,50 @@ def gemm_few(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
                       K, N, K * 2, BK, BM, 1, 1, 0, SW128, 3, 0)
         x_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
         T.call_packed("runtime.cuTensorMapEncodeTiled", x_map, dtype, 2, x.data,
-                      K, t, K * 2, BK, NB, 1, 1, 0, SW128, 3, 0)
+                      K, t, K * 2, BK, XB, 1, 1, 0, SW128, 3, 0)
         T.device_entry()
-        ids = T.meta_var(block_ids(TILES * T.Cast("int32", T.ceildiv(t, NB))))
+        ids = T.meta_var(block_ids(GROUPS * T.Cast("int32", T.ceildiv(t, NB))))
         wid = T.warp_id([THREADS // 32])
         tx = T.thread_id([THREADS])
         lane = T.meta_var(tx % 32)
-        tile = T.meta_var(ids[0] % TILES)
-        first_row = T.meta_var(ids[0] // TILES * NB)
+        part = T.meta_var(ids[1] % S)               # which piece of K
+        member = T.meta_var(ids[1] // S)            # which of the strips that share x
+        tile = T.meta_var(ids[0] % GROUPS * share + member)
+        first_row = T.meta_var(ids[0] // GROUPS * NB)
         rows = T.meta_var(T.Cast("int32", t))
-        start = T.meta_var(ids[1] * KT // S)
+        start = T.meta_var(part * KT // S)
         pool = T.SMEMPool()
-        Ws = pool.alloc((stages, BM * BK), dtype, align=1024)
-        Xs = pool.alloc((stages, NB * BK), dtype, align=1024)
-        partial = pool.alloc((NB * PITCH,), "float32", align=16)
         full = pool.alloc((stages,), "uint64", align=8)
         empty = pool.alloc((stages,), "uint64", align=8)
+        Ws = pool.alloc((stages, BM * BK), dtype, align=1024)
+        Xs = pool.alloc((stages, NB * BK), dtype, align=1024)
+        pool.move_base_to(1024)         # the partial sums reuse the ring when nothing reads it any more
+        partial = pool.alloc((NB * PITCH,), "float32", align=16)
         pool.commit()
         count: T.int32
-        count = (ids[1] + 1) * KT // S - start
+        count = (part + 1) * KT // S - start
         if tx == 0:
             for s in T.unroll(stages):
                 T.ptx.mbarrier.init.shared.b64(full.ptr_to([s]), T.uint32(1))
-                T.ptx.mbarrier.init.shared.b64(empty.ptr_to([s]), T.uint32(NC * 4))
+                T.ptx.mbarrier.init.shared.b64(empty.ptr_to([s]), T.uint32(NC * 4 * share))
             T.ptx.fence.proxy.async_.shared__cta()
-        T.cuda.cta_sync()
+            if shared:
+                T.ptx["fence.mbarrier_init.release.cluster"]()
+        if shared:
+            T.cuda.cluster_sync()
+        else:
+            T.cuda.cta_sync()
+
+        @T.inline
+        def load_x(slot, chunk):
+            if shared:
+                T.ptx[TMA_MULTICAST](Xs.ptr_to([slot, member * (XB * BK)]), T.address_of(x_map), chunk * BK,
+                                     first_row + member * XB, full.ptr_to([slot]),
+                                     T.Cast("uint16", T.shift_left(T.int32(MASK), part)), T.uint64(EVICT_LAST))
+            else:
+                T.ptx[TMA_LOAD](Xs.ptr_to([slot, 0]), T.address_of(x_map), chunk * BK, first_row, full.ptr_to([slot]),
+                                T.uint64(EVICT_LAST))
+
         if wid >= NC * 4:
             if tx == NC * 128:
                 for i in T.serial(T.min(count, stages)):        # weights do not depend on the kernel before
@@ -121,16 +160,14 @@ def gemm_few(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
                     T.ptx["griddepcontrol.wait"]()
                     T.ptx["griddepcontrol.launch_dependents"]()
                 for i in T.serial(T.min(count, stages)):
-                    T.ptx[TMA_LOAD](Xs.ptr_to([i, 0]), T.address_of(x_map), (start + i) * BK, first_row,
-                                    full.ptr_to([i]), T.uint64(EVICT_LAST))
+                    load_x(i, start + i)
                 for j in T.serial(T.max(count - stages, 0)):
                     slot = T.meta_var(j % stages)
                     T.cuda.mbarrier_wait(empty.ptr_to([slot]), j // stages % 2)
                     T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([slot]), T.uint32(stage_bytes))
                     T.ptx[TMA_LOAD](Ws.ptr_to([slot, 0]), T.address_of(w_map), (start + j + stages) * BK, tile * BM,
                                     full.ptr_to([slot]), T.uint64(EVICT_FIRST))
-                    T.ptx[TMA_LOAD](Xs.ptr_to([slot, 0]), T.address_of(x_map), (start + j + stages) * BK, first_row,
-                                    full.ptr_to([slot]), T.uint64(EVICT_LAST))
+                    load_x(slot, start + j + stages)
         else:
             c = T.alloc_buffer((ACC,), "float32", scope="local")
             wg = T.meta_var(wid // 4)
@@ -139,6 +176,10 @@ def gemm_few(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
             stage: T.int32
             phase: T.int32
             previous: T.int32
+            sharer: T.uint32            # address of empty[0] in the sharing block `lane`
+            if shared:
+                T.ptx["mapa.shared::cluster.u32"](sharer, T.cuda.cvta_generic_to_shared(empty.ptr_to([0])),
+                                                  T.Cast("uint32", lane % share * S + part))
             weights = T.uint64(DESC) + T.Cast("uint64", (T.cuda.cvta_generic_to_shared(
                 Ws.ptr_to([0, 0])) >> T.uint32(4)) + T.Cast("uint32", wg * (64 * BK * 2 // 16)))
             inputs = T.uint64(DESC) + T.Cast("uint64", T.cuda.cvta_generic_to_shared(
@@ -162,7 +203,11 @@ def gemm_few(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
                                T.bool(True), 1, 1, 0, 0)
                 T.ptx.wgmma.commit_group.sync.aligned()
                 T.ptx.wgmma.wait_group.sync.aligned(1)
-                T.ptx.mbarrier.arrive.shared.b64(empty.ptr_to([previous]), pred=T.And(i > 0, lane == 0))
+                if shared:
+                    T.ptx.mbarrier.arrive.shared__cluster.b64(sharer + T.Cast("uint32", previous * 8),
+                                                              pred=T.And(i > 0, lane < share))
+                else:
+                    T.ptx.mbarrier.arrive.shared.b64(empty.ptr_to([previous]), pred=T.And(i > 0, lane == 0))
                 previous = stage
                 stage = stage + 1
                 if stage == stages:
@@ -171,6 +216,7 @@ def gemm_few(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
             T.ptx.wgmma.wait_group.sync.aligned(0)
             for i in T.unroll(ACC):
                 T.cuda.func_call("wg_fence", c[i], source_code=WG_FENCE)
+            T.ptx["bar.sync"](T.uint32(1), T.uint32(NC * 128))      # every warpgroup is done with the ring
             for i in T.unroll(ACC):
                 partial[(i // 4 * 8 + lane % 4 * 2 + i % 2) * PITCH
                         + wid * 16 + i % 4 // 2 * 8 + lane // 4] = c[i]
@@ -179,22 +225,24 @@ def gemm_few(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
             T.ptx["barrier.cluster.wait.acquire"]()
         else:
             T.cuda.cta_sync()
-        value = T.alloc_buffer((3,), "float32", scope="local")
+        v = T.alloc_buffer((8 + 4 * S,), "float32", scope="local")
+        w = T.alloc_buffer((2,), "uint32", scope="local")
         peers = T.alloc_buffer((S,), "uint32", scope="local")
         if clustered:
             for i in T.unroll(S):
                 T.ptx["mapa.shared::cluster.u32"](
-                    peers[i], T.cuda.cvta_generic_to_shared(partial.ptr_to([0])), T.uint32(i))
-        for i in T.serial(-(-NB * BO // (THREADS * S))):
-            item = T.meta_var((i * S + ids[1]) * THREADS + tx)
-            m = T.meta_var(first_row + item // BO)
-            f = T.meta_var(item % BO)
-            if item < NB * BO:
+                    peers[i], T.cuda.cvta_generic_to_shared(partial.ptr_to([0])),
+                    T.Cast("uint32", member * S + i))
+        for i in T.serial(-(-NB * BO // 4 // (THREADS * S))):
+            item = T.meta_var((i * S + part) * THREADS + tx)
+            m = T.meta_var(first_row + item // (BO // 4))
+            f = T.meta_var(item % (BO // 4) * 4)
+            if item < NB * BO // 4:
                 if T.And(m < rows, tile * BO + f < OUT):
-                    store(partial, peers, bias_buffer, residual_buffer, y, value, tile, m, item // BO, f)
+                    store(partial, peers, bias_buffer, residual_buffer, y, v, w, tile, m, item // (BO // 4), f)
         if clustered:                   # no block may leave while another still reads its partial sums
             T.ptx["barrier.cluster.arrive"]()
             T.ptx["barrier.cluster.wait"]()
 
     func = entry(body, N, K, OUT, dtype, out_dtype, bias, residual)
-    return finish(func, name, dependent_launch, S)
+    return finish(func, name, dependent_launch, CL)

@@ -187,11 +187,12 @@ def gemm_many(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                         c[i * 4 + e] = silu(c[i * 8 + e]) * c[i * 8 + 4 + e]
 
             @T.inline
-            def add_residual():
+            def add_residual(begin, end):
+                """Columns 8 * begin to 8 * end of the output tile. Box by box: loads in flight cost registers."""
                 for h in T.unroll(2):
                     row = T.meta_var(tm * BM + wid * 16 + lane // 4 + h * 8)
                     if row < rows:
-                        for i in T.unroll(BO // 8):
+                        for i in T.unroll(begin, end):
                             n = T.meta_var(tn * BO + i * 8 + lane % 4 * 2)
                             if T.bool(True) if full_n else n < OUT:
                                 T.ptx["ld.global.b32"](word[0], residual_buffer.ptr_to([row, n]))
@@ -205,6 +206,8 @@ def gemm_many(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                     if tx % WG == 0:
                         T.ptx["cp.async.bulk.wait_group.read"](T.min(b, 1))
                     T.ptx["bar.sync"](T.Cast("uint32", wg + 1), T.uint32(WG))
+                    if residual:
+                        add_residual(b * (EB // 8), b * (EB // 8) + EB // 8)
                     for j in T.unroll(EB // 16):
                         row = T.meta_var(wid % 4 * 16 + lane % 16)
                         chunk = T.meta_var(swizzle(j * 2 + lane // 16, lane))
@@ -258,11 +261,11 @@ def gemm_many(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                     add_bias()
                 if swiglu:
                     multiply_gate()
-                if residual:
-                    add_residual()
                 if tma_store:
                     store_boxes()
                 else:
+                    if residual:
+                        add_residual(0, BO // 8)
                     store_direct()
                 tile = tile + blocks // CL
             if tma_store:

@@ -1,0 +1,417 @@
+"""Checks and times the CUDA matmul kernels on one GPU, beside cuBLAS (torch) in the same run.
+
+    python -m benchmarks.gpu.kernels_matmul build .carry/matmul [GROUP...]       # anywhere with nvcc, no GPU needed
+    python benchmarks/gpu/kernels_matmul.py run .carry/matmul --out DIR [GROUP...]   # on the GPU: TVM runtime and torch
+
+Numbers first: every kernel against float64 with poisoned outputs. Times are replays of a graph that walks over copies of
+the weight larger than the L2 cache. Every group runs in a process of its own with a time limit, so that a kernel that
+hangs costs one group. Writes DIR/matmul-GROUP.json and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+PER_MODULE = 24            # kernels per library: bounds the cost of one compiler run
+TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 3e-5}
+ROTATE_BYTES = 320 << 20   # weights walked over per replay, several times the L2 cache
+
+
+# --- building machine -------------------------------------------------------------------------------------------------
+
+def make(variant: dict[str, Any]) -> Any:
+    """Variant → PrimFunc named by it."""
+    from relaxpack.schedules.kernels.cuda.dequantize import dequantize
+    from relaxpack.schedules.kernels.cuda.gemm_few import gemm_few
+    from relaxpack.schedules.kernels.cuda.gemm_many import gemm_many
+    from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
+    from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
+    from relaxpack.schedules.kernels.cuda.norm import norm
+    from relaxpack.weight_format import FORMATS
+
+    from relaxpack.kernel_spec import NormSpec  # isort: skip
+
+    n, k, dtype, out_dtype, options = (variant[key] for key in ("n", "k", "dtype", "out_dtype", "options"))
+    family, name = variant["family"], variant["name"]
+    if family == "dequantize":
+        return dequantize(n, k, FORMATS[variant["weight"]], dtype, name=name)
+    if family == "norm":
+        return norm(NormSpec(k, 1e-5, dtype, options["residual"]), dependent_launch=options["dependent_launch"], name=name)
+    if family == "quant":
+        return gemm_rows_quant(n, k, FORMATS[variant["weight"]], dtype, out_dtype, name=name, **options)
+    return {"rows": gemm_rows, "few": gemm_few, "many": gemm_many}[family](n, k, dtype, out_dtype, name=name, **options)
+
+
+def build(folder: Path, groups: list[str]) -> None:
+    from benchmarks.gpu.matmul_variants import group_variants
+    from relaxpack.schedules.cuda_compile import check_library, compile_module, resource_usage
+    from relaxpack.target import parse_target
+
+    import tvm  # isort: skip
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for group, variants in group_variants().items():
+        if groups and group not in groups:
+            continue
+        started, index = time.time(), []
+        for number, first in enumerate(range(0, len(variants), PER_MODULE)):
+            part = variants[first:first + PER_MODULE]
+            library = folder / f"{group}-{number}.so"
+            executable = compile_module(tvm.IRModule({v["name"]: make(v) for v in part}), parse_target("cuda:sm_90a"))
+            executable.export_library(str(library))
+            check_library(library)
+            usage = resource_usage(library)
+            index += [{**v, "library": library.name, **usage.get(f"{v['name']}_kernel", {})} for v in part]
+            print(f"{library.name}: {len(part)} kernels, {time.time() - started:.0f} s", flush=True)
+        (folder / f"{group}.json").write_text(json.dumps(index))
+        spills = [v["name"] for v in index if v.get("stack", 0) or v.get("local", 0)]
+        print(f"{group}: {len(index)} kernels, {len(spills)} with a stack frame {spills[:6]}")
+
+
+# --- GPU machine ------------------------------------------------------------------------------------------------------
+
+class Bench:
+    """Calls kernels of exported libraries on torch tensors, checks and times them."""
+
+    def __init__(self, folder: Path) -> None:
+        import relaxpack.tvm_setup as setup
+
+        setup.load_cuda_runtime()
+        import torch
+
+        import tvm
+        import tvm_ffi
+
+        self.torch, self.tvm, self.ffi, self.folder = torch, tvm, tvm_ffi, folder
+        self.modules: dict[str, Any] = {}
+        self.generator = torch.Generator(device="cuda").manual_seed(1)
+        self.weights: dict[Any, Any] = {}
+
+    def kernel(self, variant: dict[str, Any]) -> Any:
+        library = variant["library"]
+        if library not in self.modules:
+            self.modules[library] = self.tvm.runtime.load_module(str(self.folder / library))
+        return self.modules[library][variant["name"]]
+
+    def random(self, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Any:
+        value = self.torch.randn(shape, generator=self.generator, device="cuda") * scale
+        return value.to(getattr(self.torch, dtype))
+
+    def time(self, calls: list[Any], replays: int = 7) -> float:
+        """Median microseconds of one call; `calls` are recorded into one graph."""
+        torch = self.torch
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), self.ffi.use_raw_stream(self.tvm_device(), stream.cuda_stream):
+            calls[0]()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream), self.ffi.use_raw_stream(self.tvm_device(), stream.cuda_stream):
+            for call in calls:
+                call()
+        graph.replay()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(replays):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        return sorted(times)[len(times) // 2] * 1e3 / len(calls)
+
+    def tvm_device(self) -> Any:
+        return self.ffi.device("cuda:0")
+
+    def packed(self, variant: dict[str, Any], copies: int, seed: int = 0) -> tuple[list[list[Any]], Any]:
+        """Copies of the weight buffers, and for quantised weights the canonical tensor of small shapes (else None)."""
+        import numpy as np
+
+        torch, n, k = self.torch, variant["n"], variant["k"]
+        if variant["weight"] is None:
+            first = self.random((n, k), variant["dtype"], k ** -0.5)
+            return [[first if i == 0 else first.clone()] for i in range(copies)], None
+        from relaxpack.schedules.kernels.cuda.packing import pack, weight_layout
+        from relaxpack.weight_format import FORMATS, QuantizedTensor
+
+        fmt, swiglu = FORMATS[variant["weight"]], variant["options"].get("swiglu", False)
+        layout = weight_layout(fmt, n, k, swiglu)
+        if n * k > 1 << 22:                 # timing only: random bytes, small scales
+            sets = []
+            for _ in range(copies):
+                buffers = []
+                for suffix, shape, dtype in layout.buffers:
+                    if suffix == "codes":
+                        buffers.append(torch.randint(-2**31, 2**31, shape, device="cuda", dtype=torch.int64).to(torch.int32))
+                    else:
+                        buffers.append(torch.full(shape, 0.01, device="cuda", dtype=getattr(torch, dtype)))
+                sets.append(buffers)
+            return sets, None
+        rng = np.random.default_rng(seed)
+        span = {"q4_0": (0, 16), "q4_1": (0, 16), "q4_k": (0, 16), "q5_0": (-16, 16), "q5_1": (0, 32), "q5_k": (0, 32),
+                "q6_k": (-32, 32), "q8_0": (-128, 128)}[fmt.name]
+        groups = (n, k // fmt.group_size)
+        canonical = QuantizedTensor(
+            fmt, rng.integers(*span, (n, k)).astype(np.int8 if fmt.signed else np.uint8),
+            (rng.random(groups) * 0.02 + 0.001).astype(fmt.scale_dtype),
+            (rng.standard_normal(groups) * 0.05).astype(fmt.scale_dtype) if fmt.minimum == "stored" else None)
+        buffers = [torch.from_numpy(array.view(np.int32) if array.dtype == np.uint32 else array).cuda()
+                   for array in pack(layout, canonical).values()]
+        return [buffers] * copies, canonical
+
+    def view(self, tensor: Any) -> Any:
+        """torch has few uint32 operations: codes are int32 here and travel to TVM as uint32 views."""
+        return tensor.view(self.torch.uint32) if tensor.dtype == self.torch.int32 else tensor
+
+    # numerics
+
+    def check(self, variant: dict[str, Any]) -> list[dict[str, Any]]:
+        torch, n, k, options = self.torch, variant["n"], variant["k"], variant["options"]
+        fn, found = self.kernel(variant), []
+        if variant["family"] == "norm":
+            return [self.check_norm(variant, t) for t in variant["check"]]
+        (buffers,), canonical = self.packed(variant, 1)
+        plain = torch.from_numpy(canonical.dequantize()).cuda() if canonical else buffers[0]
+        if variant["family"] == "dequantize":
+            out = torch.full((n, k), float("nan"), device="cuda", dtype=getattr(torch, variant["dtype"]))
+            fn(*[self.view(b) for b in buffers], out)
+            return [self.verdict(variant, 0, out, plain.double())]
+        swiglu, out_dtype = options.get("swiglu", False), variant["out_dtype"]
+        width = n // 2 if swiglu else n
+        bias = self.random((n,), "float32") if options.get("bias") else None
+        for t in variant["check"]:
+            x = self.random((t, k), variant["dtype"])
+            residual = self.random((t, width), variant["dtype"]) if options.get("residual") else None
+            y = torch.full((t, width), float("nan"), device="cuda", dtype=getattr(torch, out_dtype))
+            fn(x, *[self.view(b) for b in buffers], *([] if bias is None else [bias]),
+               *([] if residual is None else [residual]), y)
+            # Packed rows are blocks of 8 gate rows and 8 up rows; a plain weight here is packed order already.
+            z = x.double() @ plain.double().T
+            if canonical is not None and swiglu:
+                order = torch.arange(n, device="cuda").reshape(2, n // 16, 8).transpose(0, 1).reshape(-1)
+                z = z[:, order]
+            if bias is not None:
+                z = z + bias.double()
+            if swiglu:
+                pairs = z.reshape(t, n // 16, 2, 8)
+                gate, up = pairs[:, :, 0].reshape(t, width), pairs[:, :, 1].reshape(t, width)
+                z = gate * torch.sigmoid(gate) * up
+            if residual is not None:
+                z = z + residual.double()
+            found.append(self.verdict(variant, t, y, z))
+            again = torch.empty_like(y)
+            fn(x, *[self.view(b) for b in buffers], *([] if bias is None else [bias]),
+               *([] if residual is None else [residual]), again)
+            found[-1]["same_again"] = bool(torch.equal(y, again))
+        return found
+
+    def norm_call(self, variant: dict[str, Any], t: int) -> tuple[Any, list[Any]]:
+        torch, h = self.torch, variant["k"]
+        x, before = self.random((t, h), variant["dtype"], 3.0), self.random((t, h), variant["dtype"])
+        weight = self.random((h,), "float32")
+        total, y = (torch.full((t, h), float("nan"), device="cuda", dtype=x.dtype) for _ in range(2))
+        fn = self.kernel(variant)
+        tensors = [x, before, weight, total, y] if variant["options"]["residual"] else [x, weight, y]
+        return (lambda: fn(*tensors)), [x, before, weight, total, y]
+
+    def check_norm(self, variant: dict[str, Any], t: int) -> dict[str, Any]:
+        call, (x, before, weight, total, y) = self.norm_call(variant, t)
+        call()
+        summed = (x + before) if variant["options"]["residual"] else x
+        wide = summed.double()
+        reference = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        verdict = self.verdict(variant, t, y, reference)
+        if variant["options"]["residual"]:
+            verdict["ok"] &= bool(self.torch.equal(total, summed))
+        return verdict
+
+    def chain(self, index: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Microseconds per layer of norm, qkv, o, norm, gate_up, down over 12 layers of their own weights, one row."""
+        torch, found = self.torch, []
+        for model in ("1b", "8b"):
+            for pdl in (False, True):
+                parts = {v["linear"].split(".")[1]: v for v in index
+                         if v["linear"].startswith(model) and v["options"].get("dependent_launch") == pdl}
+                calls, total_bytes = [], 0
+                for _layer in range(12):
+                    for part in ("norm", "qkv", "o", "norm", "gate_up", "down"):
+                        v = parts[part]
+                        if part == "norm":
+                            calls.append(self.norm_call(v, 1)[0])
+                            continue
+                        weight = torch.empty((v["n"], v["k"]), device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
+                        x = self.random((1, v["k"]), "bfloat16")
+                        width = v["n"] // 2 if v["options"].get("swiglu") else v["n"]
+                        y = torch.empty((1, width), device="cuda", dtype=x.dtype)
+                        calls.append(partial(self.kernel(v), x, weight, y))
+                        total_bytes += 2 * v["n"] * v["k"]
+                us = self.time(calls) * len(calls)
+                found.append({"name": f"chain {model} dependent={int(pdl)}", "linear": f"{model}.layer",
+                              "family": f"chain{int(pdl)}", "weight": None, "t": 1, "us": us / 12, "options": {},
+                              "tb_s": total_bytes / us / 1e6, "tflop_s": 0.0})
+        return found
+
+    def verdict(self, variant: dict[str, Any], t: int, out: Any, reference: Any) -> dict[str, Any]:
+        error = float((out.double() - reference).norm() / reference.norm())
+        return {"name": variant["name"], "t": t, "error": error, "ok": error < TOLERANCE[variant["out_dtype"]]}
+
+    # times
+
+    def measure(self, variant: dict[str, Any]) -> list[dict[str, Any]]:
+        torch, n, k, options = self.torch, variant["n"], variant["k"], variant["options"]
+        fn, rows, found = self.kernel(variant), variant["rows"], []
+        if variant["family"] == "norm":
+            for t in rows:
+                us = self.time([self.norm_call(variant, t)[0] for _ in range(20)])
+                found.append({"name": variant["name"], "linear": variant["linear"], "family": "norm", "weight": None, "t": t,
+                              "us": us, "options": options, "tb_s": 8 * t * k / us / 1e6, "tflop_s": 0.0})
+            return found
+        key = (variant["linear"], variant["weight"])
+        if key not in self.weights:
+            self.weights.clear()
+            torch.cuda.empty_cache()
+            one = int(self.weight_bytes(variant))
+            self.weights[key] = self.packed(variant, max(2, min(40, -(-ROTATE_BYTES // one))))[0]
+        copies = self.weights[key]
+        width = n // 2 if options.get("swiglu") else n
+        for t in rows:
+            if variant["family"] == "dequantize":
+                out = torch.empty((n, k), device="cuda", dtype=getattr(torch, variant["dtype"]))
+                us = self.time([partial(fn, *[self.view(c) for c in b], out) for b in copies])
+            else:
+                x = self.random((t, k), variant["dtype"])
+                y = torch.empty((t, width), device="cuda", dtype=getattr(torch, variant["out_dtype"]))
+                used = copies if t <= 256 else copies[:4]
+                us = self.time([partial(fn, x, *[self.view(c) for c in b], y) for b in used])
+            found.append({"name": variant["name"], "linear": variant["linear"], "family": variant["family"],
+                          "weight": variant["weight"], "t": t, "us": us, "options": options,
+                          "tb_s": self.weight_bytes(variant) / us / 1e6, "tflop_s": 2 * t * n * k / us / 1e6})
+        return found
+
+    def weight_bytes(self, variant: dict[str, Any]) -> float:
+        from relaxpack.weight_format import FORMATS
+
+        return variant["n"] * variant["k"] * (FORMATS[variant["weight"]].bytes_per_weight() if variant["weight"] else 2)
+
+    def cublas(self, linear: str, n: int, k: int, rows: list[int]) -> list[dict[str, Any]]:
+        """The bare product through torch, same rotation."""
+        torch, found = self.torch, []
+        copies = [self.random((n, k), "bfloat16", k ** -0.5)]
+        copies += [copies[0].clone() for _ in range(max(2, min(40, -(-ROTATE_BYTES // (2 * n * k)))) - 1)]
+        for t in rows:
+            x = self.random((t, k), "bfloat16")
+            used = copies if t <= 256 else copies[:4]
+            us = self.time([partial(torch.nn.functional.linear, x, w) for w in used])
+            found.append({"name": "cublas", "linear": linear, "family": "cublas", "weight": None, "t": t, "us": us,
+                          "options": {}, "tb_s": 2 * n * k / us / 1e6, "tflop_s": 2 * t * n * k / us / 1e6})
+        return found
+
+    def ceilings(self) -> dict[str, float]:
+        torch = self.torch
+        big = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
+        read = self.time([lambda: torch.sum(big, dtype=torch.float32)])
+        a, b = (self.random((8192, 8192), "bfloat16") for _ in range(2))
+        gemm = self.time([lambda: a @ b])
+        return {"read_tb_s": 2 * (1 << 30) / read / 1e6, "gemm_tflop_s": 2 * 8192**3 / gemm / 1e6}
+
+
+def run_group(folder: Path, group: str, out: Path) -> None:
+    started = time.time()
+    bench = Bench(folder)
+    index = json.loads((folder / f"{group}.json").read_text())
+    result: dict[str, Any] = {"group": group, "device": bench.torch.cuda.get_device_name(), "checks": [], "times": [],
+                              "failures": [], "ceilings": bench.ceilings()}
+
+    def save() -> None:
+        result["seconds"] = time.time() - started
+        (out / f"matmul-{group}.json").write_text(json.dumps(result))
+
+    rows: dict[tuple[str, int, int], set[int]] = {}
+    for number, variant in enumerate(index):
+        try:
+            if variant["check"]:
+                result["checks"] += bench.check(variant)
+            if variant["rows"]:
+                result["times"] += bench.measure(variant)
+                if variant["family"] not in ("dequantize", "norm"):
+                    rows.setdefault((variant["linear"], variant["n"], variant["k"]), set()).update(variant["rows"])
+            bench.torch.cuda.synchronize()
+        except Exception as error:   # one broken kernel must not hide the others; it is reported and fails the run
+            result["failures"].append({"name": variant["name"], "error": f"{type(error).__name__}: {error}"[:500]})
+            if ("CUDA" in str(error) and "illegal" in str(error).lower()) or "unspecified launch" in str(error):
+                break
+        if number % 10 == 9:
+            save()
+    bench.weights.clear()
+    if group == "chain":
+        result["times"] += bench.chain(index)
+    if not result["failures"] or result["times"]:
+        for (linear, n, k), seen in rows.items():
+            result["times"] += bench.cublas(linear, n, k, sorted(seen))
+    save()
+
+
+def table(result: dict[str, Any]) -> None:
+    bad = [c for c in result["checks"] if not c["ok"] or c.get("same_again") is False]
+    ceilings = ", ".join(f"{name} {value:.2f}" for name, value in result["ceilings"].items())
+    print(f"[{result['group']}] {result['device']} {result['seconds']:.0f} s, {len(result['checks'])} checks, {len(bad)} bad, "
+          f"{len(result['failures'])} failures, ceilings {ceilings}")
+    for entry in bad[:25]:
+        print("  BAD", entry["name"], "t", entry["t"], f"{entry['error']:.2e}", "same", entry.get("same_again"))
+    for entry in result["failures"][:10]:
+        print("  FAILED", entry["name"], entry["error"][:160])
+    best: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for entry in result["times"]:
+        key = (entry["linear"], entry["t"], entry["family"] + (entry["weight"] or ""))
+        if key not in best or entry["us"] < best[key]["us"]:
+            best[key] = entry
+    for (linear, t, kind), entry in sorted(best.items()):
+        library = best.get((linear, t, "cublas"))
+        ratio = f"{library['us'] / entry['us']:.2f}x" if library else ""
+        marks = " ".join(f"{k[:6]}={int(v)}" for k, v in entry["options"].items() if k not in ("swiglu", "dependent_launch"))
+        print(f"  {linear:11s} t {t:5d} {kind:12s} {entry['us']:8.1f} us {entry['tb_s']:6.2f} TB/s "
+              f"{entry['tflop_s']:6.0f} TF/s {ratio:6s} {marks}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["build", "run", "run-group"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("groups", nargs="*")
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--limit", type=int, default=150, help="seconds per group")
+    options = parser.parse_args()
+    if options.command == "build":
+        build(options.folder, options.groups)
+        return 0
+    if options.command == "run-group":
+        run_group(options.folder, options.groups[0], options.out)
+        return 0
+    status = 0
+    for group in options.groups or sorted(p.stem for p in options.folder.glob("*.json")):
+        command = [sys.executable, __file__, "run-group", str(options.folder), group, "--out", str(options.out)]
+        try:
+            done = subprocess.run(command, timeout=options.limit)
+            status |= done.returncode
+        except subprocess.TimeoutExpired:
+            print(f"[{group}] ran past {options.limit} s and was stopped")
+            status |= 1
+        path = options.out / f"matmul-{group}.json"
+        if path.exists():
+            result = json.loads(path.read_text())
+            status |= bool(result["failures"]) or any(not c["ok"] for c in result["checks"])
+            table(result)
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

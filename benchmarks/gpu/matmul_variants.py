@@ -1,0 +1,154 @@
+"""The kernel variants that `kernels_matmul.py` builds and times: data only, shared by the building machine (TVM compiler)
+and the GPU machine (TVM runtime). A variant is a plain dictionary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LINEARS: dict[str, tuple[int, int, bool]] = {       # name → N, K, swiglu
+    "1b.qkv": (3072, 2048, False), "1b.o": (2048, 2048, False), "1b.gate_up": (16384, 2048, True),
+    "1b.down": (2048, 8192, False), "1b.head": (128256, 2048, False),
+    "8b.qkv": (6144, 4096, False), "8b.o": (4096, 4096, False), "8b.gate_up": (28672, 4096, True),
+    "8b.down": (4096, 14336, False), "8b.head": (128256, 4096, False),
+}
+MULTIPROCESSORS = 132
+
+
+def variant(family: str, shape: tuple[int, int], dtype: str = "bfloat16", out_dtype: str | None = None,
+            weight: str | None = None, rows: tuple[int, ...] = (), check: tuple[int, ...] = (), linear: str = "",
+            **options: Any) -> dict[str, Any]:
+    """rows: where to time it; check: where to compare it with float64 (t values)."""
+    n, k = shape
+    marks = "_".join(f"{key[:2]}{int(value)}" for key, value in options.items())
+    name = "_".join(filter(None, [family, weight or "", f"{n}x{k}", dtype[:2], (out_dtype or dtype)[:2], marks]))
+    return {"name": name, "family": family, "n": n, "k": k, "dtype": dtype, "out_dtype": out_dtype or dtype,
+            "weight": weight, "rows": list(rows), "check": list(check), "linear": linear, "options": options}
+
+
+def check_variants() -> list[dict[str, Any]]:
+    """Odd shapes, epilogues and dtypes, few of each; only compared, not timed."""
+    few = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 100, 128, 200)
+    many = (1, 63, 64, 65, 127, 128, 129, 200, 257, 1000)
+    found = []
+    for swiglu, bias, residual in ((False, False, False), (False, True, True), (True, True, False), (True, False, True)):
+        extra = {"bias": bias, "residual": residual, "swiglu": swiglu}
+        found += [variant("rows", (1072, 584), check=few, columns=8, **extra),
+                  variant("rows", (1072, 576), "float16", check=few, columns=16, strips=2, dependent_launch=True, **extra),
+                  variant("few", (1072, 584), check=few, columns=8, consumers=1, split=1, **extra),
+                  variant("few", (1072, 1088), "float16", check=few, columns=16, consumers=2, split=4, **extra),
+                  variant("few", (1072, 1088), check=few, columns=64, consumers=2, split=2, blocks_per_sm=1, **extra),
+                  variant("few", (1040, 1088), check=few, columns=128, consumers=2, split=2, share=2, blocks_per_sm=1,
+                          dependent_launch=True, **extra),
+                  variant("few", (1072, 2048), check=few, columns=64, consumers=2, split=3, share=2, **extra),
+                  variant("few", (1072, 2048), "bfloat16", "float32", check=few, columns=256, consumers=2, split=6,
+                          blocks_per_sm=1, **extra),
+                  variant("few", (1072, 2048), check=few, columns=128, consumers=1, split=8, dependent_launch=True, **extra),
+                  variant("many", (1072, 584), check=many, tile_n=256, **extra),
+                  variant("many", (1072, 584), "float16", check=many, tile_n=192, cluster=2, dependent_launch=True, **extra),
+                  variant("many", (1072, 584), "bfloat16", "float32", check=many, tile_n=128, cluster=2, **extra),
+                  variant("few", (1072, 584), "bfloat16", "float32", check=few, columns=32, split=3, **extra),
+                  variant("rows", (1072, 584), "bfloat16", "float32", check=few, columns=8, warps=4, **extra)]
+    for weight in ("q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0"):
+        found += [variant("quant", (1072, 576), "bfloat16", "float32", weight, check=few[:9], columns=8),
+                  variant("quant", (1072, 1088), "float16", None, weight, check=few[:9], columns=16, strips=2, bias=True,
+                          swiglu=True, dependent_launch=True),
+                  variant("dequantize", (1072, 576), "bfloat16", None, weight, check=(0,))]
+    return found
+
+
+def few_options(n: int, k: int, columns: int) -> list[dict[str, int]]:
+    """Tilings of gemm_few worth timing: enough blocks to fill the chip, not much more than one wave of them."""
+    found = []
+    for consumers, per_sm in ((1, 2), (2, 1), (2, 2)):
+        if columns >= 128 and (consumers == 1 or per_sm == 2):
+            continue
+        slots = MULTIPROCESSORS * per_sm
+        for share in (1, 2) if columns >= 64 and consumers == 2 else (1,):
+            for split in (1, 2, 3, 4, 6, 8):
+                blocks = -(-n // (64 * consumers * share)) * share * split
+                if share * split > 8 or k // 64 // split < 4 or (split > 1 and blocks > 1.15 * slots):
+                    continue
+                if blocks < 0.55 * slots and share * split < 8:
+                    continue
+                found.append({"columns": columns, "consumers": consumers, "split": split, "share": share,
+                              "blocks_per_sm": per_sm})
+    return found
+
+
+def few_variants() -> list[dict[str, Any]]:
+    """1 to 256 rows in bf16 on the true shapes, every kernel launched dependently, as in a captured step."""
+    found = []
+    for linear, (n, k, swiglu) in LINEARS.items():
+        shape, head = (n, k), linear.endswith("head")
+        out = "float32" if head else None
+        common: dict[str, Any] = {"linear": linear, "swiglu": swiglu, "dependent_launch": True}
+        for warps, unroll in ((8, 2), (16, 2), (8, 4), (4, 4)):
+            found.append(variant("rows", shape, out_dtype=out, rows=(1, 2, 4, 8), columns=8, warps=warps, unroll=unroll,
+                                 **common))
+        for columns, rows in ((8, (1, 8)), (16, (16,)), (32, (32,)), (64, (64,)), (128, (96, 128)), (256, (256,))):
+            if not head or columns in (8, 64):
+                options = few_options(n, k, columns)
+                found += [variant("few", shape, out_dtype=out, rows=rows, **o, **common) for o in options]
+    return found
+
+
+def quant_variants() -> list[dict[str, Any]]:
+    """1 to 64 rows with quantised weights."""
+    found = []
+    for linear, (n, k, swiglu) in LINEARS.items():
+        if linear.startswith("1b") and linear != "1b.gate_up":
+            continue
+        out = "float32" if linear.endswith("head") else None
+        for weight in ("q4_0", "q4_1", "q4_k", "q6_k", "q8_0") if linear in ("8b.o", "8b.gate_up") else ("q4_0",):
+            common: dict[str, Any] = {"linear": linear, "swiglu": swiglu, "dependent_launch": True, "weight": weight}
+            for warps, unroll in ((8, 2), (8, 4), (4, 4), (16, 2)) if weight == "q4_0" else ((8, 2), (8, 4)):
+                found.append(variant("quant", (n, k), out_dtype=out, rows=(1, 8), columns=8, warps=warps, unroll=unroll,
+                                     **common))
+            if weight == "q4_0":
+                found += [variant("quant", (n, k), out_dtype=out, rows=(columns,), columns=columns, warps=warps, unroll=2,
+                                  strips=strips, **common)
+                          for columns, warps, strips in ((16, 8, 1), (32, 8, 1), (32, 4, 2), (64, 4, 2))]
+    for weight in ("q4_0", "q8_0"):
+        found.append(variant("dequantize", (28672, 4096), weight=weight, rows=(0,), linear="8b.gate_up"))
+    return found
+
+
+def many_variants() -> list[dict[str, Any]]:
+    """128 rows and more in bf16."""
+    found = []
+    for linear, (n, k, swiglu) in LINEARS.items():
+        if linear.endswith("head"):
+            continue
+        for tile_n in (128, 192, 256) if swiglu else (96, 128, 160, 192, 224, 256):
+            for cluster in (1, 2):
+                if tile_n in (96, 160) and cluster == 1:
+                    continue
+                found.append(variant("many", (n, k), rows=(128, 256, 512, 1024, 2048, 4096, 8192), linear=linear,
+                                     swiglu=swiglu, tile_n=tile_n, cluster=cluster))
+    return found
+
+
+def chain_variants() -> list[dict[str, Any]]:
+    """The matmuls and norms of one layer in order, for a chain of layers at 1 and 8 rows, with and without dependent
+    launch: what a decode step can reach without attention."""
+    found = []
+    for model, h in (("1b", 2048), ("8b", 4096)):
+        for pdl in (False, True):
+            for part in ("norm", "qkv", "o", "norm", "gate_up", "down"):
+                if part == "norm":
+                    found.append(variant("norm", (1, h), rows=(1, 8, 128, 2048), check=(1, 3, 200), linear=f"{model}.norm",
+                                         residual=True, dependent_launch=pdl))
+                else:
+                    n, k, swiglu = LINEARS[f"{model}.{part}"]
+                    found.append(variant("rows", (n, k), linear=f"{model}.{part}", rows=(1,), swiglu=swiglu, columns=8,
+                                         warps=16 if part == "qkv" else 8, unroll=2, dependent_launch=pdl))
+    found += [variant("norm", (1, h), "float16", check=(1, 3, 200), linear="norm", residual=residual, dependent_launch=True)
+              for h in (576, 8448) for residual in (False, True)]
+    return found
+
+
+def group_variants() -> dict[str, list[dict[str, Any]]]:
+    """Group name → variants without duplicates; a group is one library and one process on the GPU machine."""
+    groups = {"check": check_variants(), "few": few_variants(), "quant": quant_variants(), "chain": chain_variants(),
+              "many": many_variants()}
+    return {name: list({v["name"]: v for v in variants}.values()) for name, variants in groups.items()}
