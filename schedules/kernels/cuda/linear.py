@@ -21,7 +21,7 @@ def linear(spec: LinearSpec, arch: str) -> Kernel:
     hopper = arch == "sm_90a"
     rows = spec.max_rows if spec.max_rows is not None else (128 if spec.phase == "decode" else 1 << 20)
     if spec.weight.quantized:
-        return _quantized_many(spec) if hopper and rows > 64 else _quantized_few(spec, rows)
+        return _quantized_many(spec) if hopper and rows > 64 and spec.phase == "prefill" else _quantized_few(spec, rows)
     if not hopper or rows <= ROWS_LIMIT:
         return _one(spec, gemm_rows, "gemm_rows", columns=_columns(rows, 16), warps=8,
                     unroll=2)
