@@ -37,6 +37,7 @@ KEYS = 64           # keys of one softmax step
 MAX_PARTS = 8
 KEYS_OF_PART = 128  # fewer keys are not worth a task
 FEW_TASKS = 16      # sequences x KV heads below which the context is cut into parts
+SERIAL_KEYS = 96
 LOWEST = -1e30      # stands for minus infinity; differences stay finite
 
 
@@ -61,7 +62,7 @@ def decode_attention(isa: Isa, spec: AttentionSpec) -> Any:
         values = T.alloc_buffer((kept, i64(MAX_PARTS), i64(dim)), "float32")
         state = T.alloc_buffer((kept, i64(MAX_PARTS), i64(2)), "float32")
 
-        with parallel(t * i64(kv_heads) * parts) as task:
+        def one_task(task: Expr) -> None:
             part = hold_index(T.truncmod(task, parts))
             pair = hold_index(T.truncdiv(task, parts))
             seq = hold_index(T.truncdiv(pair, i64(kv_heads)))
@@ -131,6 +132,17 @@ def decode_attention(isa: Isa, spec: AttentionSpec) -> Any:
 
             either(parts > i64(1), keep, finish)
 
+        def serial() -> None:
+            with loop(t * i64(kv_heads)) as task:
+                one_task(task)
+
+        def threads() -> None:
+            with parallel(t * i64(kv_heads) * parts) as task:
+                one_task(task)
+
+        # `longest` is 0 where tasks are many. Starting the threads costs as much as attending to a few keys.
+        keys = t * T.Cast("int64", longest[0])
+        either(T.And(keys > i64(0), keys <= i64(SERIAL_KEYS)), serial, threads)
         with when(parts > i64(1)), loop(t * i64(heads)) as row:
             _merge(row, parts, values, state, y, heads, dim, pieces)
 

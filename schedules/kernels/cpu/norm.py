@@ -1,4 +1,8 @@
-"""rms_norm and add_rms_norm: one pass for the sum of squares, one for the scaled output."""
+"""rms_norm and add_rms_norm: one pass for the sum of squares, one for the scaled output.
+
+`total` may stand where `residual` stood and `y` where `x` stood: an element is read before it is written, by the same
+thread. So these kernels do not promise that their buffers never alias.
+"""
 
 from __future__ import annotations
 
@@ -67,4 +71,4 @@ def norm(isa: Isa, spec: NormSpec) -> Any:
 
         rows_loop(t, one, serial_below=16)
 
-    return build(params, body)
+    return build(params, body).without_attr("tirx.noalias")

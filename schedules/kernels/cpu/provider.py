@@ -69,8 +69,9 @@ class CpuKernels:
         _only_float32("norm", spec.activation_dtype)
         name = f"{'add_' if spec.residual else ''}rms_norm_{spec.hidden_size}" + _number(spec.epsilon)
         inputs = ("x", "residual", "weight") if spec.residual else ("x", "weight")
+        overwrites = (("residual", "total"), ("x", "y")) if spec.residual else (("x", "y"),)
         return self._kernel("norm", spec, name, lambda: norm(self.isa, spec), inputs,
-                            ("total", "y") if spec.residual else ("y",))
+                            ("total", "y") if spec.residual else ("y",), overwrites=overwrites)
 
     def rope_append(self, spec: AttentionSpec) -> Kernel:
         norms = ("q_norm", "k_norm") if spec.qk_norm_epsilon is not None else ()
@@ -103,14 +104,15 @@ class CpuKernels:
         return self._kernel(operation, spec, name, lambda: make(self.isa, spec), inputs, outputs, inplace)
 
     def _kernel(self, operation: str, spec: Spec, name: str, make: Callable[[], Any], inputs: tuple[str, ...],
-                outputs: tuple[str, ...], inplace: tuple[str, ...] = ()) -> Kernel:
+                outputs: tuple[str, ...], inplace: tuple[str, ...] = (),
+                overwrites: tuple[tuple[str, str], ...] = ()) -> Kernel:
         key = (operation, spec)
         if key not in self._kernels:
             taken = {stage.name for kernel in self._kernels.values() for stage in kernel.stages}
             unique, count = name, 2
             while unique in taken:
                 unique, count = f"{name}_v{count}", count + 1
-            stage = Stage(make(), unique, inputs, outputs, inplace)
+            stage = Stage(make(), unique, inputs, outputs, inplace, overwrites)
             self._kernels[key] = Kernel((stage,), f"rule:cpu.{operation}")
         return self._kernels[key]
 
