@@ -67,17 +67,17 @@ class _Staging:
 
 class CudaModelRunner:
     """A `runtime.step_plan.ModelRunner` over device memory. `buckets`: function → ascending sizes that have a captured
-    function; `graphs` False runs every step eagerly through the symbolic functions (for debugging)."""
+    function."""
 
     def __init__(self, library: Library, info: ModelInfo, device: Any, buckets: Mapping[str, Sequence[int]],
-                 num_pages: int | None = None, graphs: bool = True) -> None:
+                 num_pages: int | None = None) -> None:
         self.info, self.device = info, device
         self.page_size, self.max_batch = info.page_size, info.max_batch
         self.prefill_chunk, self.max_context = info.prefill_chunk, info.max_context
         self.vocab_size, self.max_logit_rows = info.vocab_size, info.max_batch
-        self.buckets = {name: tuple(sizes) for name, sizes in buckets.items()} if graphs else {}
-        self.graph_steps: Counter[str] = Counter()    # by function: steps that replayed a graph
-        self.eager_steps: Counter[str] = Counter()    # and steps that did not
+        self.buckets = {name: tuple(sizes) for name, sizes in buckets.items()}
+        self.graph_steps: Counter[str] = Counter()    # by function: steps through a bucket
+        self.eager_steps: Counter[str] = Counter()    # and steps above the largest bucket
         self._library = library
         self.num_pages = choose_num_pages(info, cuda_memory.free_and_total()[0], num_pages)
         layers, *rest = page_shape(info)

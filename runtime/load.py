@@ -47,8 +47,8 @@ def make_runner(library: Path, entry: TargetEntry, info: ModelInfo, parameters: 
         return CpuModelRunner(Library(library, device, map(as_tensor, parameters)), info, num_pages)
     from relaxpack.runtime.cuda_model_runner import CudaModelRunner, upload_parameters
 
-    loaded = Library(library, device, upload_parameters(parameters, device))
-    return CudaModelRunner(loaded, info, device, entry.buckets, num_pages, graphs)
+    loaded = Library(library, device, upload_parameters(parameters, device), graphs)
+    return CudaModelRunner(loaded, info, device, entry.buckets, num_pages)
 
 
 def load_runner(bundle: Bundle, kind: str | None = None, num_pages: int | None = None,

@@ -4,7 +4,8 @@ sequences nor pages, and works with a TVM that has no compiler library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,36 @@ def as_array(tensor: Any) -> np.ndarray:
     return np.from_dlpack(tensor)
 
 
-class Library:
-    """A loaded library with its parameters bound: `call(name, inputs)` runs an exported function."""
+_RUN_OR_CAPTURE = "vm.builtin.cuda_graph.run_or_capture"
 
-    def __init__(self, path: Path, device: Any, parameters: Iterable[Any]) -> None:
+
+@contextmanager
+def _graphs_off() -> Iterator[None]:
+    """Libraries opened inside run captured regions as plain calls: the same kernels, launched one by one."""
+    invoke = tvm.get_global_func("vm.builtin.invoke_closure")
+    original = tvm.get_global_func(_RUN_OR_CAPTURE)
+
+    def run(vm: Any, closure: Any, arguments: Any, index: int, shape: Any = None) -> Any:
+        return invoke(vm, closure, *arguments)
+
+    tvm.register_global_func(_RUN_OR_CAPTURE, run, override=True)
+    try:
+        yield
+    finally:
+        tvm.register_global_func(_RUN_OR_CAPTURE, original, override=True)
+
+
+class Library:
+    """A loaded library with its parameters bound: `call(name, inputs)` runs an exported function. `graphs` False: what
+    was built for capture runs eagerly (for debugging)."""
+
+    def __init__(self, path: Path, device: Any, parameters: Iterable[Any], graphs: bool = True) -> None:
         try:
             module = tvm.runtime.load_module(str(path))
         except (RuntimeError, OSError, ValueError) as error:
             raise BundleError(f"{path}: TVM cannot load this library: {str(error).strip().splitlines()[-1]}") from error
-        self._vm = VirtualMachine(module, device)
+        with nullcontext() if graphs else _graphs_off():
+            self._vm = VirtualMachine(module, device)
         self._parameters = tvm_ffi.convert(list(parameters))
         self._functions: dict[str, Any] = {}
 
