@@ -6,7 +6,7 @@ unsigned char* smem = smem_storage;
 Fiber* cur;
 std::vector<Fiber> fibers;
 Dim3 block_idx;
-long warp_collectives;
+Named named[16];
 static void* main_sp;
 static void (*entry)(void**);
 static void** entry_args;
@@ -36,7 +36,8 @@ static bool release(size_t from, size_t to, State s) {
   return any;
 }
 static int run_block(int threads) {
-  const size_t kStack = 64 << 10;
+  const size_t kStack = 256 << 10;
+  memset(named, 0, sizeof named);
   memset(smem, 0xff, kSmem);                             // bf16, f16 and f32 NaN
   if (fibers.size() != (size_t)threads) {
     for (auto& f : fibers) free(f.stack);

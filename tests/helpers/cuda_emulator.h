@@ -56,7 +56,6 @@ struct Fiber {
 extern Fiber* cur;
 extern std::vector<Fiber> fibers;
 extern Dim3 block_idx;
-extern long warp_collectives;
 void wait(State s);
 inline Fiber& lane(int i) { return fibers[cur->index / kWarp * kWarp + i]; }
 inline int lane_id() { return cur->index % kWarp; }
@@ -119,6 +118,19 @@ inline void mbarrier_wait(uint32_t addr, uint32_t parity) {
     if (++tries > 2000000) { fprintf(stderr, "mbarrier wait never ends\n"); abort(); }
     wait(kRun);
   }
+}
+struct Named { int arrived, turn; };
+extern Named named[16];
+inline int named_arrive(int id, int count) {
+  Named& b = named[id];
+  int turn = b.turn;
+  if (++b.arrived == count) { b.arrived = 0; ++b.turn; }
+  return turn;
+}
+inline void named_sync(int id, int count) {
+  int turn = named_arrive(id, count);
+  for (long tries = 0; named[id].turn == turn; wait(kRun))
+    if (++tries > 2000000) { fprintf(stderr, "bar.sync %d never ends\n", id); abort(); }
 }
 // One operand element of wgmma by the canonical 128-byte-swizzled layouts; descriptor fields in 16-byte units.
 template <bool BF> float operand(uint64_t desc, bool k_major, int mn, int k) {

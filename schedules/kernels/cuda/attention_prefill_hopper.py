@@ -45,6 +45,7 @@ class HopperTuning:
     """The search space: keys of a tile and registers of producer and consumers."""
 
     keys: int = 128
+    ping_pong: bool = True        # the consumers issue their matmuls in turns, so that one's softmax meets the other's
     producer_registers: int = 80
     consumer_registers: int = 208
 
@@ -67,6 +68,7 @@ def function(spec: AttentionSpec, tuning: HopperTuning) -> Any:
     G, KEYS, HALVES = H // KV, tuning.keys, D // 64
     act, kv = spec.activation_dtype, spec.kv_dtype
     short = SHORT[kv]
+    PING_PONG = tuning.ping_pong
     WINDOWED, WINDOW = spec.window is not None, spec.window or 0
     SCALE = spec.scale * LOG2_E
     QK = f"wgmma.mma_async.sync.aligned.m64n{KEYS}k16.f32.{short}.{short}"
@@ -290,6 +292,14 @@ def function(spec: AttentionSpec, tuning: HopperTuning) -> Any:
                                 total[r] = total[r] + score[4 * n + 2 * r + j]
 
                 @T.inline
+                def my_turn():
+                    T.ptx["bar.sync"](T.Cast("uint32", wg + 1), T.uint32(CONSUMERS * GROUP))
+
+                @T.inline
+                def other_turn():
+                    T.ptx["bar.arrive"](T.Cast("uint32", 2 - wg), T.uint32(CONSUMERS * GROUP))
+
+                @T.inline
                 def to_prob():
                     for i in T.unroll(SCORES // 2):
                         T.ptx[PACK_P](prob[i], score[2 * i + 1], score[2 * i])
@@ -305,9 +315,16 @@ def function(spec: AttentionSpec, tuning: HopperTuning) -> Any:
                     total[r] = T.float32(0)
                 for i in T.unroll(OUT):
                     acc[i] = T.float32(0)
+                if PING_PONG:
+                    if wg == 1:
+                        other_turn()                      # the first consumer begins
                 T.cuda.mbarrier_wait(full_q.ptr_to([0]), 0)
                 T.cuda.mbarrier_wait(full_k.ptr_to([0]), 0)
+                if PING_PONG:
+                    my_turn()
                 issue_scores(0)
+                if PING_PONG:
+                    other_turn()
                 T.ptx.wgmma.wait_group.sync.aligned(0)
                 pin(score, SCORES)
                 release(empty_k, 0)
@@ -316,9 +333,13 @@ def function(spec: AttentionSpec, tuning: HopperTuning) -> Any:
                 key = key + KEYS
                 while key < end:
                     T.cuda.mbarrier_wait(full_k.ptr_to([(step + 1) % STAGES]), (step + 1) // STAGES % 2)
+                    if PING_PONG:
+                        my_turn()
                     issue_scores((step + 1) % STAGES)
                     T.cuda.mbarrier_wait(full_v.ptr_to([step % STAGES]), step // STAGES % 2)
                     issue_output(step % STAGES)
+                    if PING_PONG:
+                        other_turn()
                     T.ptx.wgmma.wait_group.sync.aligned(1)
                     pin(score, SCORES)
                     release(empty_k, (step + 1) % STAGES)
@@ -331,6 +352,9 @@ def function(spec: AttentionSpec, tuning: HopperTuning) -> Any:
                     to_prob()
                     key = key + KEYS
                     step = step + 1
+                if PING_PONG:
+                    if wg == 0:
+                        my_turn()                         # take the turn that is left over
                 T.cuda.mbarrier_wait(full_v.ptr_to([step % STAGES]), step // STAGES % 2)
                 issue_output(step % STAGES)
                 T.ptx.wgmma.wait_group.sync.aligned(0)

@@ -58,7 +58,7 @@ def emulate(kernel: Kernel, grids: list[tuple[int, ...]], threads: list[int], bu
 def decode_error(s: AttentionSpec, lengths: list[int], tuning: DecodeTuning, magnitude: float = 1.0) -> float:
     case = make_case(s, lengths, magnitude=magnitude)
     y = np.full_like(case.q, NAN_BITS[s.activation_dtype])
-    emulate(decode_attention(s, tuning=tuning), [(tuning.blocks,), (s.num_heads, len(lengths))],
+    emulate(decode_attention(s, tuning=tuning), [(tuning.blocks,), (s.num_heads // s.num_kv_heads, tuning.blocks)],
             [tuning.warps * 32, attention_decode.MERGE_WARPS * 32], {**inputs(case), "y": y},
             {"t": len(lengths), "p": case.num_pages, "layer": case.layer})
     return relative_error(from_bits(y, s.activation_dtype), reference(case))
@@ -221,7 +221,7 @@ def test_default_tunings_fit_shared_memory(arch: str, head_dim: int) -> None:
     s = spec(32, 8, head_dim)
     limit = attention_decode.LIMITS[arch][0] * 1024
     tuning = attention_decode.default_tuning(s, arch)
-    assert attention_decode.shared_bytes(s, tuning.warps, tuning.stages) <= limit
+    assert attention_decode.shared_bytes(s, tuning) <= limit
     assert attention_prefill.shared_bytes(s, attention_prefill.default_tuning(s, arch)) <= limit
 
 
