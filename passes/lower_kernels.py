@@ -15,9 +15,19 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, KernelProvider, LinearSpec, NormSpec, SamplingSpec
+from relaxpack.kernel_spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    Kernel,
+    KernelProvider,
+    LinearSpec,
+    NormSpec,
+    SamplingSpec,
+    Stage,
+)
 from relaxpack.passes.fuse_add_norm import ADD_RMS_NORM, RMS_NORM
 from relaxpack.passes.fuse_unpack_matmul import EMBEDDING, LINEAR
+from relaxpack.passes.memory_plan import OVERWRITES
 from relaxpack.passes.rewrite import FunctionRewriter, operands_of, placeholder_name
 from relaxpack.weight_format import FORMATS
 from tvm import relax
@@ -143,7 +153,7 @@ class _Rewriter(FunctionRewriter):
             self.calls[self.function_name][stage.name, kernel.source] += 1
             inputs = [buffers[name] for name in stage.inputs]
             out_types = [*(buffers[name].ty for name in stage.inplace), *(types[name] for name in stage.outputs)]
-            gv = self._global_var(stage.name, stage.func)
+            gv = self._global_var(stage)
             if stage.inplace:
                 indices = [*(stage.inputs.index(name) for name in stage.inplace), *([-1] * len(stage.outputs))]
                 result = self.emit(relax.call_tir_inplace(gv, inputs, indices, out_types))
@@ -157,10 +167,14 @@ class _Rewriter(FunctionRewriter):
         results = [buffers[name] for name in outputs]
         return results[0] if len(results) == 1 else relax.Tuple(results)
 
-    def _global_var(self, name: str, func: Any) -> Any:
-        if name not in self.global_vars:
-            self.global_vars[name] = self.builder_.add_func(func.without_attr("global_symbol"), name)
-        return self.global_vars[name]
+    def _global_var(self, stage: Stage) -> Any:
+        if stage.name not in self.global_vars:
+            func = stage.func.without_attr("global_symbol")
+            if stage.overwrites:
+                at = [*stage.inputs, *stage.outputs].index
+                func = func.with_attr(OVERWRITES, [[at(old), at(new)] for old, new in stage.overwrites])
+            self.global_vars[stage.name] = self.builder_.add_func(func, stage.name)
+        return self.global_vars[stage.name]
 
 
 def _constant(dim: Any) -> int | None:

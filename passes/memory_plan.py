@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
@@ -84,8 +85,11 @@ class _FunctionPlan:
             self.aliases[var] = {var}
         elif is_op(value, "relax.builtin.alloc_tensor"):
             self.unplanned.append(var.name)
+            self.results[var] = tensor_bytes(var.ty, self.bounds)
         else:
             if isinstance(value, tvm.ir.Call):  # tuples and projections only name memory, calls read it
+                if isinstance(value.op, tvm.ir.GlobalVar):
+                    self._declare(step, value)
                 for operand in _variables(value):
                     self._touch(operand, step)
             self.aliases[var] = self._aliases_of(value)
@@ -165,6 +169,13 @@ def check_no_overlap(tensors: list[PlannedTensor], storage_bytes: list[int]) -> 
                     and b.overwrites != a.name:
                 raise CompileError(f"memory plan of {a.function}: {a.name} (alive in steps {a.first}-{a.last}) and "
                                    f"{b.name} ({b.first}-{b.last}) share bytes of storage {a.storage}")
+
+
+def arena_bytes(plan: dict[str, Any]) -> int:
+    """Bytes all functions together hold. They share storages: the largest of one stands where the largest of another
+    does, and so on down."""
+    sizes = [sorted(function["storages"], reverse=True) for function in plan.values()]
+    return sum(max(rank) for rank in zip_longest(*sizes, fillvalue=0))
 
 
 @tvm.transform.module_pass(opt_level=0, name="VerifyMemoryPlan")

@@ -24,6 +24,7 @@ from relaxpack.passes.fuse_unpack_matmul import FuseUnpackMatmul
 from relaxpack.passes.lower_kernels import LowerKernels
 from relaxpack.passes.memory_plan import VerifyMemoryPlan
 from relaxpack.passes.pack_weights import PackWeights
+from relaxpack.passes.plan_memory import PlanMemory
 from relaxpack.passes.prune_parameters import PruneParameters
 from relaxpack.passes.schedule_rest import DropUnusedKernels, ScheduleRest
 from relaxpack.passes.specialize_buckets import SpecializeBuckets
@@ -64,7 +65,7 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
             relax.transform.ToNonDataflow(),
             relax.transform.RemovePurityChecking(),
             relax.transform.CallTIRRewrite(),
-            relax.transform.StaticPlanBlockMemory(),
+            PlanMemory(),
             VerifyMemoryPlan,
             *([MarkStatic, relax.transform.RewriteCUDAGraph()] if config.cuda_graph else []),
             relax.transform.LowerAllocTensor(),

@@ -128,13 +128,18 @@ SAMPLING_COUNTERS = ("top_k", "seed_low", "seed_high", "position", "counts_row",
 @dataclass(frozen=True)
 class Stage:
     """One PrimFunc. `inputs` and `outputs` name the buffers in parameter order (inputs, then outputs). A stage that
-    writes pages lists "pages" among its inputs and in `inplace`; "layer" among the inputs is the scalar."""
+    writes pages lists "pages" among its inputs and in `inplace`; "layer" among the inputs is the scalar.
+
+    `overwrites` lists (input, output) pairs of one type: where the input dies in this call, the output may be given the
+    very same bytes. True of a kernel whose only read of these bytes comes before the write, in the same thread; it
+    must not promise the compiler that its buffers never alias (no `tirx.noalias`)."""
 
     func: Any                    # tvm.tirx.PrimFunc, scheduled, attrs tirx.is_scheduled and op_pattern 8
     name: str                    # readable and unique per distinct PrimFunc, e.g. "linear_q4_1_576x960_decode"
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     inplace: tuple[str, ...] = ()
+    overwrites: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

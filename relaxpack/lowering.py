@@ -16,7 +16,7 @@ from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, KernelProvider
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.lower_kernels import KERNELS
-from relaxpack.passes.memory_plan import PLAN
+from relaxpack.passes.memory_plan import PLAN, arena_bytes
 from relaxpack.passes.pipeline import phases, run_phases
 from relaxpack.passes.rewrite import exported_functions, num_inputs, recipes_of
 from relaxpack.passes.schedule_rest import SOURCE
@@ -55,7 +55,8 @@ class Lowered:
         return dict(sorted(Counter(k["source"].split(":")[0] for k in self.explanation["kernels"]).items()))
 
     def arena_bytes(self) -> int:
-        return max(plan["bytes"] for plan in self.explanation["memory_plan"].values())
+        """Intermediates of all functions together; results of functions that are not captured come on top."""
+        return arena_bytes(self.explanation["memory_plan"])
 
 
 def attention_spec(config: ModelConfig, limits: BuildLimits, activation_dtype: str, kv_dtype: str) -> AttentionSpec:

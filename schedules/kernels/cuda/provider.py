@@ -60,8 +60,10 @@ class CudaKernels:
         name = f"{'add_' if spec.residual else ''}rms_norm_{spec.hidden_size}_{spec.activation_dtype}"
         inputs = ("x", "residual", "weight") if spec.residual else ("x", "weight")
         outputs = ("total", "y") if spec.residual else ("y",)
+        # An element is read before it is written, by the same thread.
+        overwrites = (("residual", "total"), ("x", "y")) if spec.residual else (("x", "y"),)
         return self._cached(("norm", spec), lambda: Kernel(
-            (Stage(norm(spec, name=name), name, inputs, outputs),), "rule:cuda.norm"))
+            (Stage(norm(spec, name=name), name, inputs, outputs, overwrites=overwrites),), "rule:cuda.norm"))
 
     def rope_append(self, spec: AttentionSpec) -> Kernel:
         return self._cached(("rope_append", spec), lambda: rope_append(spec))
