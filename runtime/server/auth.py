@@ -24,8 +24,9 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys and scope["path"].startswith(PROTECTED) and scope["method"] != "OPTIONS":
+            # Starlette reads headers as Latin-1; keys are compared as the bytes that were sent.
             kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-            key = next((k for k in self._keys if hmac.compare_digest(k, given.strip().encode("utf-8", "replace"))), None)
+            key = next((k for k in self._keys if hmac.compare_digest(k, given.strip().encode("latin-1"))), None)
             if kind.lower() != "bearer" or key is None:
                 message = "the API key is wrong: check it" if given else \
                     "an API key is needed: send it as 'Authorization: Bearer KEY'"

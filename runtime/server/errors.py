@@ -90,11 +90,10 @@ def describe(errors: Iterable[Mapping[str, Any]], body: Any) -> tuple[str | None
     """(field, message) of a body that does not fit. Several complaints about one field, as a union makes, become one."""
     found: dict[str, list[str]] = {}
     for error in errors:
-        path, known = _path(error["loc"][1:], body)
-        name = _name(path)
+        name = _name(_path(error["loc"][1:], body, absent=error["type"] in ("missing", "extra_forbidden")))
         if error["type"] == "json_invalid":
             return None, f"the body is not valid JSON: {error['ctx']['error']} at character {error['loc'][-1]}"
-        found.setdefault(name, []).append(_complaint(error, name, known))
+        found.setdefault(name, []).append(_complaint(error, name))
     name = max(found, key=lambda n: len(found[n]) == 1)     # the plainest complaint first
     complaints = list(dict.fromkeys(found[name]))
     if not name:
@@ -102,19 +101,18 @@ def describe(errors: Iterable[Mapping[str, Any]], body: Any) -> tuple[str | None
     return name, f"{name}: {'; or '.join(complaints[:3])}"
 
 
-def _path(loc: Iterable[Any], body: Any) -> tuple[list[str | int], bool]:
-    """The part of a location that leads into the body; the rest names members of unions."""
+def _path(loc: Iterable[Any], body: Any, absent: bool) -> list[str | int]:
+    """The part of a location that leads into the body; the rest names members of unions. `absent`: its end does not."""
     path: list[str | int] = []
-    here = body
-    parts = list(loc)
+    parts, here = list(loc), body
     for number, part in enumerate(parts):
         if (isinstance(here, Mapping) and part in here) or (isinstance(here, list) and isinstance(part, int)
                                                             and part < len(here)):
             path.append(part)
             here = here[part]
-        elif isinstance(here, Mapping) and number == len(parts) - 1:
-            return [*path, part], False
-    return path, True
+        elif absent and number == len(parts) - 1:
+            path.append(part)
+    return path
 
 
 def _name(path: list[str | int]) -> str:
@@ -122,7 +120,7 @@ def _name(path: list[str | int]) -> str:
     return name.removeprefix(".")
 
 
-def _complaint(error: Mapping[str, Any], name: str, known: bool) -> str:
+def _complaint(error: Mapping[str, Any], name: str) -> str:
     if error["type"] == "missing":
         return "is required and missing"
     if error["type"] == "extra_forbidden":

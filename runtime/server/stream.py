@@ -41,9 +41,11 @@ class GenerationResponse(Response):
         timer = loop.call_later(self._timeout, self._time_is_up) if self._timeout else None
         try:
             if self._job.stream:
-                await self._stream(send)
+                await self._stream(send, watch.done)
             else:
-                await (await self._whole())(scope, receive, send)
+                response = await self._whole()
+                if not watch.done():
+                    await response(scope, receive, send)
         finally:
             if timer is not None:
                 timer.cancel()
@@ -67,7 +69,7 @@ class GenerationResponse(Response):
         self._tokens += 0 if self._job.echo_only else len(piece.token_ids)
         return self._outputs[index].add(piece)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send, gone: Callable[[], bool]) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
                    (b"x-accel-buffering", b"no")]
         pieces = merged(self._job.streams, self._job.params.n)
@@ -79,6 +81,8 @@ class GenerationResponse(Response):
                 started = True
             await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
         index, piece = first.result()
+        if gone():
+            return
         error = self._error(piece)
         if error is not None and not started:       # nothing has been sent, so the status can still say it
             await response_to(error)({"type": "http"}, _never, send)
@@ -88,6 +92,8 @@ class GenerationResponse(Response):
         opening = [choice for output in self._outputs for choice in output.begin()]
         body = self._events(opening)
         while True:
+            if gone():
+                return
             error = self._error(piece)
             if error is not None:
                 content = error_body(error.status, str(error), error.param, error.code)

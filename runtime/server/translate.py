@@ -24,6 +24,8 @@ MOST_OUTPUTS = 256      # of one HTTP request: prompts times n
 MOST_STOPS, LONGEST_STOP = 16, 4096
 _PLAIN = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
           "seed", "n", "min_tokens", "ignore_eos")
+# Between JSON values. Without an end to it, small models write line breaks until their tokens are spent.
+_WHITE_SPACE = r"[ \n\t]{0,20}"
 # What the prompt is made to end with where a call is forced, and how the call names its arguments.
 _FORCED: Mapping[ToolFormat | None, tuple[str, str]] = {
     "hermes": ("<tool_call>\n", "arguments"), "mistral": ("[TOOL_CALLS]", "arguments"), "llama3": ("", "parameters"),
@@ -250,9 +252,20 @@ def _grammar(body: SamplingBody) -> Grammar | None:
         raise RequestError(f"structured_outputs needs exactly one of json, regex, choice and grammar, got {len(given)}",
                            "structured_outputs")
     kind, source = given[0]
-    if kind == "json_schema" and not isinstance(source, str):
-        source = json.dumps(source)
+    if kind == "json_schema":
+        return _json_grammar(source)
     return Grammar(kind, tuple(source) if kind == "choice" else source)     # type: ignore[arg-type]
+
+
+def _json_grammar(schema: Any) -> Grammar:
+    """Of a JSON schema, as an object or as text."""
+    try:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the JSON schema is no JSON: {error}", "response_format") from error
+    if isinstance(schema, dict):
+        schema = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}, **schema}
+    return Grammar("json_schema", json.dumps(schema))
 
 
 def _response_grammar(body: ChatBody) -> Grammar | None:
@@ -263,10 +276,10 @@ def _response_grammar(body: ChatBody) -> Grammar | None:
         raise RequestError("response_format and structured_outputs both say what the output must match: give one of them",
                            "response_format")
     if asked.type == "json_object":
-        return Grammar("json")
+        return _json_grammar({"type": "object"})
     if asked.json_schema is None or asked.json_schema.schema_ is None:
         raise RequestError('response_format of type "json_schema" needs json_schema.schema', "response_format.json_schema")
-    return Grammar("json_schema", json.dumps(asked.json_schema.schema_))
+    return _json_grammar(asked.json_schema.schema_)
 
 
 def _forced_tools(body: ChatBody) -> list[Tool]:
@@ -291,4 +304,4 @@ def _call_grammar(tools: Sequence[Tool], argument: str, listed: bool) -> Grammar
               "required": ["name", argument], "additionalProperties": False} for tool in tools]
     call = calls[0] if len(calls) == 1 else {"anyOf": calls}
     schema = {"type": "array", "items": call, "minItems": 1, "maxItems": 1} if listed else call
-    return Grammar("json_schema", json.dumps(schema))
+    return _json_grammar(schema)

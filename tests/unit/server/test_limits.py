@@ -1,0 +1,240 @@
+"""What clients may take and what happens when they leave: keys, sizes, times, numbers, disconnects, shutdown."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from relaxpack.runtime.server.limits import Limits
+from relaxpack.runtime.server.serve import background
+from tests.helpers.server import hash_model, last_question, scripted_model
+from tests.unit.server.conftest import error_of, read_chunks
+
+SLOW = {"delay": 0.01, "max_context": 4000}
+
+
+def body_of(text="hi", **more):
+    return {"messages": [{"role": "user", "content": text}], **more}
+
+
+def raw_request(body, path="/v1/chat/completions"):
+    data = json.dumps(body).encode()
+    return (f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+            .encode() + data)
+
+
+def connect(server, timeout=20):
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=timeout)
+
+
+def eventually(check, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def idle(server):
+    metrics = server.state.model.engine.metrics
+    return metrics.running == 0 and metrics.waiting == 0 and metrics.pages_held == 0 and server.state.counts.in_flight == 0
+
+
+def test_api_keys_guard_everything_but_the_page_and_health():
+    with background(scripted_model(last_question), api_keys=["secret-1", "schlüssel-2"]) as server, \
+            httpx.Client(base_url=server.url, timeout=30) as session:
+        assert session.get("/health").status_code == 200 and session.get("/").status_code == 200
+        for path in ("/v1/models", "/metrics"):
+            error = error_of(session.get(path), 401)
+            assert error["code"] == "invalid_api_key" and "Authorization: Bearer" in error["message"]
+        for value in (b"Bearer wrong", b"Bearer", b"Basic secret-1", b"secret-1", b"Bearer secret-1x"):
+            error_of(session.post("/v1/chat/completions", json=body_of(), headers={"Authorization": value}), 401)
+        for key in ("secret-1", "schlüssel-2"):
+            header = {"Authorization": f"Bearer {key}".encode()}
+            assert session.post("/v1/chat/completions", json=body_of(), headers=header).status_code == 200
+
+
+def test_tenants_do_not_share_cached_prefixes():
+    long = "words that fill some pages of the prefix cache, again and again and again"
+    with background(scripted_model(last_question), api_keys=["a", "b"]) as server, \
+            httpx.Client(base_url=server.url, timeout=30) as session:
+        def cached(key):
+            answer = session.post("/v1/chat/completions", json=body_of(long, max_tokens=1),
+                                  headers={"Authorization": f"Bearer {key}"})
+            return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert [cached("a"), cached("b")] == [0, 0] and cached("a") > 0 and cached("b") > 0
+
+
+def test_other_origins_are_let_in_only_when_named():
+    with background(scripted_model(last_question), allow_origins=["https://ours.example"]) as server, \
+            httpx.Client(base_url=server.url, timeout=30) as session:
+        ours = session.get("/v1/models", headers={"Origin": "https://ours.example"})
+        assert ours.headers["access-control-allow-origin"] == "https://ours.example"
+        theirs = session.get("/v1/models", headers={"Origin": "https://theirs.example"})
+        assert "access-control-allow-origin" not in theirs.headers
+
+
+def test_bodies_that_are_too_large_are_refused_with_the_limit():
+    with background(scripted_model(last_question), Limits(max_body_bytes=10_000)) as server, \
+            httpx.Client(base_url=server.url, timeout=30) as session:
+        large = body_of("x" * 20_000)
+        error = error_of(session.post("/v1/chat/completions", json=large), 413)
+        assert "10000" in error["message"] and error["code"] == "request_too_large"
+        chunked = (json.dumps(large).encode()[i:i + 1000] for i in range(0, 21_000, 1000))
+        response = session.post("/v1/chat/completions", content=chunked, headers={"Content-Type": "application/json"})
+        error_of(response, 413)
+        assert session.post("/v1/chat/completions", json=body_of()).status_code == 200
+
+
+def test_requests_above_the_limit_are_told_to_come_back():
+    model = scripted_model(lambda prompt: "word " * 500, **SLOW)
+    with background(model, Limits(max_concurrent=2)) as server, httpx.Client(base_url=server.url, timeout=30) as session:
+        held = [connect(server) for _ in range(2)]
+        for connection in held:
+            connection.sendall(raw_request(body_of(stream=True)))
+        eventually(lambda: server.state.counts.in_flight == 2)
+        response = session.post("/v1/chat/completions", json=body_of())
+        assert error_of(response, 429)["code"] == "too_many_requests" and response.headers["retry-after"] == "1"
+        assert session.get("/v1/models").status_code == 200
+        for connection in held:
+            connection.close()
+        eventually(lambda: idle(server))
+        assert session.post("/v1/chat/completions", json=body_of(max_tokens=2)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_gives_its_pages_back_within_two_steps(stream):
+    model = scripted_model(lambda prompt: "word " * 700, **SLOW)
+    with background(model) as server:
+        connection = connect(server)
+        connection.sendall(raw_request(body_of(stream=stream, n=2)))
+        metrics = model.engine.metrics
+        eventually(lambda: metrics.output_tokens > 6)
+        if stream:
+            assert b'"content":"w' in connection.recv(65536)
+        assert metrics.pages_held > 0
+        connection.close()
+        steps = metrics.steps
+        eventually(lambda: metrics.pages_held == 0, 5)
+        # One step may already be running when the news arrives, and this thread may look late by one.
+        assert metrics.steps - steps <= 3 and idle(server)
+        assert metrics.finished["abort"] == 2 and server.state.counts.disconnects == 1
+
+
+def test_a_disconnect_before_the_first_token_is_noticed_too():
+    model = scripted_model(lambda prompt: "x", delay=0.2)
+    with background(model) as server:
+        connection = connect(server)
+        connection.sendall(raw_request(body_of("long " * 100)))
+        eventually(lambda: model.engine.metrics.running == 1)
+        connection.close()
+        eventually(lambda: idle(server), 10)
+
+
+def test_answers_that_take_too_long_are_ended_with_the_limit():
+    with background(scripted_model(lambda prompt: "word " * 700, **SLOW), Limits(request_seconds=0.3)) as server, \
+            httpx.Client(base_url=server.url, timeout=30) as session:
+        error = error_of(session.post("/v1/chat/completions", json=body_of()), 504)
+        assert error["code"] == "timeout" and "0.3 seconds" in error["message"]
+        chunks = read_chunks(session.post("/v1/chat/completions", json=body_of(stream=True)))
+        assert "choices" in chunks[3] and chunks[-1]["error"]["code"] == "timeout"
+        eventually(lambda: idle(server))
+
+
+def test_half_sent_requests_are_cut_off_and_disturb_nobody():
+    limits = Limits(header_seconds=0.5, body_seconds=0.5)
+    with background(scripted_model(last_question), limits) as server, \
+            httpx.Client(base_url=server.url, timeout=30) as session:
+        whole = raw_request(body_of())
+        silent, head, body = (connect(server) for _ in range(3))
+        head.sendall(whole[:30])
+        body.sendall(whole[:-5])
+        second = connect(server)
+        second.sendall(whole)
+        assert b"200 OK" in second.recv(65536)
+        second.sendall(whole[:30])          # a half head behind a good request
+        stalled = time.monotonic()
+        assert session.post("/v1/chat/completions", json=body_of()).status_code == 200
+        assert time.monotonic() - stalled < 0.4
+        assert b" 408 " in body.recv(65536)
+        for connection in (silent, head, second):
+            try:
+                while connection.recv(65536):
+                    pass
+            except ConnectionResetError:
+                pass
+        for connection in (silent, head, body, second):
+            connection.close()
+        eventually(lambda: len(server.server.server_state.connections) <= 1)
+
+
+def test_a_reader_that_stops_reading_is_dropped_and_the_others_do_not_wait():
+    with background(hash_model(num_pages=4000, max_context=2500, page_size=16), Limits(write_seconds=0.5)) as server, \
+            httpx.Client(base_url=server.url, timeout=30) as session:
+        sleeper = socket.socket()
+        sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = server.url.removeprefix("http://").split(":")
+        sleeper.connect((host, int(port)))
+        # Many outputs with log-probabilities: far more than the buffers between us hold.
+        sleeper.sendall(raw_request({"prompt": [1, 2], "stream": True, "n": 4, "logprobs": 20, "max_tokens": 2000},
+                                    "/v1/completions"))
+        for _ in range(5):
+            started = time.monotonic()
+            assert session.post("/v1/completions", json={"prompt": [3], "max_tokens": 3}).status_code == 200
+            assert time.monotonic() - started < 2
+        eventually(lambda: server.state.counts.in_flight == 0)
+        sleeper.close()
+        eventually(lambda: idle(server))
+
+
+def test_a_shutdown_lets_running_answers_finish():
+    model = scripted_model(lambda prompt: "word " * 60, delay=0.01)
+    with background(model) as server, httpx.Client(base_url=server.url, timeout=30) as session:
+        results = []
+        threads = [threading.Thread(target=lambda: results.append(
+            read_chunks(session.post("/v1/chat/completions", json=body_of(stream=True))))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: server.state.counts.in_flight == 3)
+        server.stop()
+        for thread in threads:
+            thread.join(20)
+    assert [chunks[-1]["choices"][0]["finish_reason"] for chunks in results] == ["stop"] * 3
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url)
+
+
+def test_what_is_left_when_the_drain_ends_is_told_so():
+    model = scripted_model(lambda prompt: "word " * 900, **SLOW)
+    with background(model, Limits(drain_seconds=0.5)) as server, httpx.Client(base_url=server.url, timeout=30) as session:
+        results = []
+        thread = threading.Thread(target=lambda: results.append(
+            read_chunks(session.post("/v1/chat/completions", json=body_of(stream=True)))))
+        thread.start()
+        eventually(lambda: model.engine.metrics.output_tokens > 3)
+        server.stop()
+        thread.join(20)
+    assert results[0][-1]["error"] == {"message": "the server is shutting down: try again later", "type": "server_error",
+                                       "param": None, "code": "unavailable"}
+    assert not model.engine.healthy
+
+
+def test_a_failing_model_is_an_error_and_the_server_goes_on():
+    model = hash_model()
+    with background(model) as server, httpx.Client(base_url=server.url, timeout=30) as session:
+        runner = model.engine._engine.runner
+        for stream in (False, True):
+            runner.fail_next = RuntimeError("no more memory")
+            response = session.post("/v1/completions", json={"prompt": [1, 2], "stream": stream, "max_tokens": 4})
+            error = error_of(response, 500)         # also for a stream: nothing was sent yet
+            assert "no more memory" in error["message"] and error["code"] == "generation_failed"
+        assert session.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 4}).status_code == 200
+        model.engine.close()
+        assert session.get("/health").status_code == 503
+        error = error_of(session.post("/v1/completions", json={"prompt": [1]}), 503)
+        assert "shutting down" in error["message"]
