@@ -38,6 +38,7 @@ from relaxpack.passes.specialize_buckets import decode_buckets, prefill_buckets
 from relaxpack.recipe import Pack
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.relax_models.export import BuildLimits
+from relaxpack.schedules.cuda_compile import check_library
 from relaxpack.target import TargetSpec, parse_target
 from relaxpack.weights import ParameterMaker, choose_formats
 
@@ -141,6 +142,8 @@ def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec
         library = Path(scratch) / f"{spec.file_stem}.so"
         with stage("library"):
             lowered.executable.export_library(str(library))
+            if spec.kind == "cuda":
+                check_library(library)
             writer.add_file(f"lib/{library.name}", library)
         with stage("weights", len(lowered.parameters)):
             params_bytes = _write_parameters(writer, spec, lowered, ParameterMaker(checkpoint, provider), shown)

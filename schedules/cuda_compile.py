@@ -8,6 +8,7 @@ device") makes the real factory register, so nvcc or NVRTC runs here and only ma
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import glob
 import importlib.util
@@ -35,7 +36,11 @@ def prepare_cuda_compiler() -> str:
     if "driver" not in _state:
         _state["driver"] = "driver" if _load("libcuda.so.1") else _install_stub()
         _load_tvm_runtime()
-        os.environ.setdefault("TVM_CUDA_COMPILE_MODE", "nvcc" if shutil.which("nvcc") else "nvrtc")
+        if shutil.which("nvcc"):
+            os.environ.setdefault("TVM_CUDA_COMPILE_MODE", "nvcc")
+        else:
+            os.environ.setdefault("TVM_CUDA_COMPILE_MODE", "nvrtc")
+            _use_headers_of_wheels()
         _register_mixed_pipeline()
     return _state["driver"]
 
@@ -122,6 +127,25 @@ def _device_image(library: bytes) -> bytes:
     if start < 0:
         raise CompileError("the library carries no device code")
     return library[start:]
+
+
+def _use_headers_of_wheels() -> None:
+    """NVRTC needs CUDA's headers; without a toolkit those of the wheels in the `cuda` extra do."""
+    if "CUDA_PATH" in os.environ or "CUDA_HOME" in os.environ:
+        return
+    for entry in sys.path:
+        for header in sorted(glob.glob(os.path.join(entry, "nvidia", "*", "include", "cuda_fp16.h"))):
+            # TVM looks for libcu++ (cccl) only in a toolkit's targets/<triple>/include.
+            toolkit = Path(tempfile.mkdtemp(prefix="relaxpack-cuda-"))
+            atexit.register(shutil.rmtree, toolkit, ignore_errors=True)
+            (toolkit / "targets" / "x86_64-linux").mkdir(parents=True)
+            for place in (toolkit / "include", toolkit / "targets" / "x86_64-linux" / "include"):
+                place.symlink_to(Path(header).parent)
+            os.environ["CUDA_PATH"] = str(toolkit)
+            return
+    if not Path("/usr/local/cuda/include/cuda_fp16.h").exists():
+        raise EnvironmentProblem("building for CUDA needs nvcc on the PATH, or NVRTC and its headers from wheels: "
+                                 "pip install 'relaxpack[cuda]'")
 
 
 def _load(library: str) -> bool:
