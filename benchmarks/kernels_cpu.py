@@ -1,5 +1,6 @@
 """Times every CPU kernel on the shapes of SmolLM2-135M next to two floors: bytes / measured read bandwidth and
-multiplications / measured peak. Weights rotate through more memory than the last cache holds.
+operations / measured peak. Weights of few rows rotate through more memory than the last cache holds.
+On a machine with other load set RELAXPACK_NUM_THREADS=1: then CPU time is measured, not wall time.
 
     python benchmarks/kernels_cpu.py [--rows 1 128 512] [--weights q4_1 q8_0 f16] [--json FILE]
 """
@@ -64,6 +65,32 @@ def read_bandwidth(kernels: CpuKernels, size: int = 1 << 28) -> float:
     f = compiled(kernels, b.build([("a", (size // 4,), "int32"), ("y", (threads, 64), "int32")], body))
     a, y = to(np.ones(size // 4, "int32")), to(np.zeros((threads, 64), "int32"))
     return size / best(lambda: f(a, y), 2.0) / 1e9
+
+
+def peak(kernels: CpuKernels, integer: bool, steps: int = 200_000) -> float:
+    """10^9 operations (multiply and add count two) a second of all threads: float32 FMA, or u8 x s8 dot products."""
+    lanes, threads, chains = kernels.isa.lanes, kernels.target.threads, 12
+    dtype = "int32" if integer else "float32"
+
+    def body(x: object, y: object) -> None:
+        with b.parallel(threads) as t:
+            a = b.T.bind(b.load(x, b.i64(0), lanes=lanes))
+            acc = b.Registers(chains, lanes, dtype, a)
+            with b.loop(steps):
+                for i in range(chains):
+                    if integer:
+                        u, s = (b.T.reinterpret(f"{kind}8x{lanes * 4}", a) for kind in ("uint", "int"))
+                        acc[i] = kernels.isa.dot([u], [s], acc[i], 127)
+                    else:
+                        acc[i] = b.T.fma(acc[i], a, a)
+            total = acc[0]
+            for i in range(1, chains):
+                total = total + acc[i]
+            b.store(y, total, t, b.i64(0), lanes=lanes)
+
+    f = compiled(kernels, b.build([("x", (lanes,), dtype), ("y", (threads, 64), dtype)], body))
+    x, y = to(np.zeros(lanes, dtype)), to(np.zeros((threads, 64), dtype))
+    return threads * steps * chains * lanes * (8 if integer else 2) / best(lambda: f(x, y)) / 1e9
 
 
 def launch_cost(kernels: CpuKernels) -> tuple[float, float]:
@@ -158,10 +185,14 @@ def embedding_time(kernels: CpuKernels, name: str, rows: int) -> float:
 def report(kernels: CpuKernels, weights: Iterable[str], rows_list: Iterable[int]) -> dict[str, object]:
     bandwidth = read_bandwidth(kernels)
     serial, parallel = launch_cost(kernels)
+    # Without VNNI the compiler would move the products out of the measuring loop.
+    floats, bytes_ = peak(kernels, False), peak(kernels, True) if kernels.isa.vnni else float("nan")
     print(f"{kernels.target.name}, {kernels.target.threads} threads: read {bandwidth:.1f} GB/s; a call {serial * 1e6:.2f} "
-          f"us, a parallel one {parallel * 1e6:.2f} us", flush=True)
+          f"us, a parallel one {parallel * 1e6:.2f} us; peaks {floats:.0f} GFLOP/s float32, {bytes_:.0f} GOP/s int8",
+          flush=True)
     results: dict[str, object] = {"target": kernels.target.to_json(), "threads": kernels.target.threads,
-                                  "read_gb_s": bandwidth, "call_us": serial * 1e6, "parallel_call_us": parallel * 1e6}
+                                  "read_gb_s": bandwidth, "call_us": serial * 1e6, "parallel_call_us": parallel * 1e6,
+                                  "float32_gflop_s": floats, "int8_gop_s": bytes_}
     for name in weights:
         head = "q8_0" if name.startswith("q4") else name
         for rows in rows_list:
