@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,26 +23,47 @@ def samples_on_device(state: SamplingState) -> bool:
     return not state.edits_logits and p.typical_p == 1.0 and p.logprobs in (None, 0)
 
 
+def _on_device(sampling: StepSampling) -> bool:
+    one_each = list(sampling.rows) == list(range(len(sampling.rows)))
+    return bool(sampling.rows) and not sampling.prompt_scores and one_each \
+        and all(map(samples_on_device, sampling.states))
+
+
+def _filler(states: Sequence[SamplingState], ahead: int) -> Callable[[Arrays], None]:
+    """Writes the settings of each row; `ahead` counts output tokens that are drawn but not known yet."""
+    def fill(arrays: Arrays) -> None:
+        for i, state in enumerate(states):
+            p = state.params
+            arrays["settings"][i, :3] = (p.temperature, p.top_p, p.min_p)
+            arrays["counters"][i, :4] = (p.top_k, *_halves(state.key), state.num_output + ahead)
+
+    return fill
+
+
+def _halves(key: int) -> tuple[int, int]:
+    """A 64-bit key as two signed 32-bit numbers, low half first."""
+    low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+    return low - (low >> 31 << 32), high - (high >> 31 << 32)
+
+
 class CudaExecutor:
     def __init__(self, runner: CudaModelRunner) -> None:
         self._runner = runner
         self._host = HostExecutor(runner)
 
     def submit(self, plan: StepPlan, sampling: StepSampling) -> StepHandle:
-        one_each = list(sampling.rows) == list(range(len(sampling.rows)))
-        if not sampling.rows or sampling.prompt_scores or not one_each \
-                or not all(map(samples_on_device, sampling.states)):
+        if not _on_device(sampling):
             return self._host.submit(plan, sampling)
-        states = sampling.states
+        tokens = self._runner.forward_and_sample(plan, _filler(sampling.states, 0))
+        return _Handle(tokens, sampling.states)
 
-        def fill(arrays: Arrays) -> None:
-            for i, state in enumerate(states):
-                p = state.params
-                arrays["settings"][i, :3] = (p.temperature, p.top_p, p.min_p)
-                key = np.array([state.key], np.uint64).view(np.int32)
-                arrays["counters"][i, :4] = (p.top_k, key[0], key[1], state.num_output)
-
-        return _Handle(self._runner.forward_and_sample(plan, fill), states)
+    def submit_ahead(self, plan: StepPlan, sampling: StepSampling) -> StepHandle | None:
+        """See `run_ahead.AheadExecutor`."""
+        if not _on_device(sampling):
+            return None
+        source = np.arange(len(plan.sequences), dtype=np.int32)
+        tokens = self._runner.forward_and_sample(plan, _filler(sampling.states, 1), source)
+        return _Handle(tokens, sampling.states)
 
     def close(self) -> None:
         self._host.close()

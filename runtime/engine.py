@@ -17,6 +17,7 @@ from relaxpack.errors import RequestError
 from relaxpack.runtime.executor import HostExecutor
 from relaxpack.runtime.metrics import EngineMetrics
 from relaxpack.runtime.request import FinishReason, Request, Sequence, SequenceStatus
+from relaxpack.runtime.run_ahead import RunAhead
 from relaxpack.runtime.sampler import Constraint, SamplingState, TokenLogprobs, sequence_key
 from relaxpack.runtime.sampling_params import Grammar, SamplingParams
 from relaxpack.runtime.scheduler import ScheduledStep, Scheduler
@@ -84,6 +85,7 @@ class Engine:
             page_size=runner.page_size, num_pages=runner.num_pages, max_batch=runner.max_batch,
             token_budget=token_budget or runner.prefill_chunk, max_logit_rows=max_logit_rows,
             prefix_caching=prefix_caching, exact=exact)
+        self._ahead = RunAhead(self.executor, self.scheduler) if hasattr(self.executor, "submit_ahead") else None
         self.metrics = EngineMetrics(pages_total=self.scheduler.pool.total)
         self._make_constraint = make_constraint
         self._requests: dict[str, Request] = {}
@@ -192,7 +194,8 @@ class Engine:
         started = time.monotonic()
         sampling = StepSampling(step.rows, [s.sampling for s in step.sampled], step.prompt_scores)
         try:
-            result = self.executor.submit(step.plan, sampling).result()
+            submit = self._ahead.submit(step, sampling) if self._ahead else self.executor.submit(step.plan, sampling)
+            result = submit.result()
         except Exception as error:
             return self._fail(step, error)
         except BaseException as error:      # Ctrl-C: what the step was computing must not be reused
@@ -265,6 +268,8 @@ class Engine:
             self._requests.pop(request.id, None)
 
     def _fail(self, step: ScheduledStep, error: BaseException) -> list[TokenEvent]:
+        if self._ahead:
+            self._ahead.forget()
         self.metrics.failed_steps += 1
         message = f"the model failed while computing this step: {type(error).__name__}: {error}"
         self.scheduler.abandon(step)
