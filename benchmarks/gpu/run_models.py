@@ -23,7 +23,10 @@ import tvm
 from relaxpack.model_info import ModelInfo
 from relaxpack.recipe import Pack, from_json
 from relaxpack.runtime import cuda_memory
+from relaxpack.runtime.cuda_executor import CudaExecutor
 from relaxpack.runtime.cuda_model_runner import CudaModelRunner
+from relaxpack.runtime.engine import Engine
+from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.step_plan import SequenceStep, StepPlan
 from relaxpack.runtime.vm import Library, device_for
 
@@ -185,6 +188,34 @@ def time_prefill(runner: CudaModelRunner, tokens: int, repeats: int = 5) -> floa
     return statistics.median(times[1:])
 
 
+def time_engine(runner: CudaModelRunner, batch: int, prompt: int, new: int = 128) -> dict[str, float]:
+    """The whole engine with Python in the loop, as an offline engine is timed: TTFT until every sequence has its first
+    token, then decoding until the first one ends. Greedy, fresh random prompts."""
+    engine = Engine(runner, executor=CudaExecutor(runner))
+    rng = np.random.default_rng(batch * 7 + prompt)
+
+    def drive(tokens: int) -> tuple[float, float, int]:
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        begin = time.perf_counter()
+        requests = [engine.add(rng.integers(0, runner.vocab_size, prompt).tolist(), params) for _ in range(batch)]
+        while not all(r.first_token_time for r in requests):
+            engine.step()
+        first = time.perf_counter()
+        had = sum(len(r.sequences[0].output_ids) for r in requests)
+        while not any(r.finished for r in requests):
+            engine.step()
+        decoded = sum(len(r.sequences[0].output_ids) for r in requests) - had
+        seconds = time.perf_counter() - first
+        while engine.has_work:
+            engine.step()
+        return (first - begin) * 1e3, seconds, decoded
+
+    drive(8)
+    runs = [drive(new) for _ in range(3)]
+    return {"ttft_ms": round(statistics.median(r[0] for r in runs), 2),
+            "tokens_per_second": round(statistics.median(r[2] / r[1] for r in runs))}
+
+
 def read_bandwidth() -> float:
     """GB/s of a plain read of 4 GB."""
     x = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
@@ -218,8 +249,8 @@ def main() -> None:
     tensors, plain = make_parameters(description)
     weight_bytes = sum(t.numel() * t.element_size() for t in plain.values())
     library = Library(Path(f"{stem}.so"), device, tensors)
-    pages = 1 + max(max(map(int, args.batches.split(","))) * (max(map(int, args.contexts.split(","))) + 64) // 16 + 256,
-                    8192 // 16 + 64)
+    most = max(map(int, args.batches.split(","))) * (max(map(int, args.contexts.split(","))) + 160)
+    pages = 1 + max(most // info.page_size + 1024, 8192 // info.page_size + 64)
     runner = CudaModelRunner(library, info, device, description["buckets"], num_pages=pages)
     result: dict[str, Any] = {"model": args.model, "weights": args.weights, "gpu": torch.cuda.get_device_name(),
                               "read_GBps": round(bandwidth), "weight_bytes": weight_bytes,
@@ -250,6 +281,11 @@ def main() -> None:
                          "floor_ms": round(floor, 4), "share_of_floor": round(floor / ms, 3)})
             print(rows[-1], flush=True)
     result["decode"] = rows
+    result["engine"] = []
+    for context in map(int, args.contexts.split(",")):
+        for batch in map(int, args.batches.split(",")):
+            result["engine"].append({"prompt": context, "batch": batch, **time_engine(runner, batch, context)})
+            print(result["engine"][-1], flush=True)
     result["prefill"] = []
     for tokens in map(int, args.prefill.split(",")):
         ms = time_prefill(runner, tokens)
