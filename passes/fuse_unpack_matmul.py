@@ -7,6 +7,7 @@
     take(unpack(w), ids)                                     → relaxpack.embedding(ids, w)
 
 Operands of `linear`: x, buffers of w, [bias], format name, swiglu flag. Needs PackWeights before; the inner forms die.
+`FuseUnpackOnly` rewrites the first and the last form alone; it stands in where FuseEpilogues is disabled.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ LINEAR, EMBEDDING = "relaxpack.linear", "relaxpack.embedding"
 
 @mutator
 class _Rewriter(FunctionRewriter):
+    def __init__(self, mod: tvm.IRModule, epilogues: bool) -> None:
+        super().__init__(mod)
+        self.epilogues = epilogues
+
     def rewrite(self, call: Any) -> Any | None:
-        if is_op(call, "relax.matmul") or is_op(call, "relax.add"):
+        if is_op(call, "relax.matmul") or (self.epilogues and is_op(call, "relax.add")):
             return self._linear(call, call.ty, "")
-        if is_op(call, "relax.multiply"):
+        if self.epilogues and is_op(call, "relax.multiply"):
             return self._swiglu(call)
-        if is_op(call, "relax.astype") and str(call.ty.dtype) == "float32":
+        if self.epilogues and is_op(call, "relax.astype") and str(call.ty.dtype) == "float32":
             return self._linear(self.definition(call.args[0]), call.ty, "")
         if is_op(call, "relax.take") and placeholder_name(table := self.definition(call.args[0])) == UNPACK:
             return placeholder(EMBEDDING, [self.new(call.args[1]), *map(self.new, operands_of(table))], call.ty)
@@ -69,4 +74,10 @@ class _Rewriter(FunctionRewriter):
 
 @tvm.transform.module_pass(opt_level=0, name="FuseUnpackMatmul")
 def FuseUnpackMatmul(mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
-    return _Rewriter(mod).run()
+    return _Rewriter(mod, True).run()
+
+
+@tvm.transform.module_pass(opt_level=0, name="FuseUnpackOnly")
+def FuseUnpackOnly(mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
+    """Without epilogues."""
+    return _Rewriter(mod, False).run()

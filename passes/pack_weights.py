@@ -24,13 +24,14 @@ UNPACK = "relaxpack.unpack"
 
 @mutator
 class _Rewriter(FunctionRewriter):
-    def __init__(self, mod: tvm.IRModule, provider: KernelProvider, formats: Mapping[str, WeightFormat]) -> None:
+    def __init__(self, mod: tvm.IRModule, provider: KernelProvider, formats: Mapping[str, WeightFormat],
+                 epilogues: bool) -> None:
         super().__init__(mod)
-        self.provider, self.formats = provider, formats
+        self.provider, self.formats, self.epilogues = provider, formats, epilogues
 
     def rewrite(self, call: Any) -> Any | None:
         if is_op(call, "relax.permute_dims") and self.is_parameter(call.args[0]):
-            return relax.op.permute_dims(self.emit(self._unpack(call.args[0], self._feeds_swiglu(call))))
+            return relax.op.permute_dims(self.emit(self._unpack(call.args[0], self.epilogues and self._feeds_swiglu(call))))
         if is_op(call, "relax.take") and self.is_parameter(call.args[0]):
             unpacked = self.emit(self._unpack(call.args[0], False))
             return relax.op.take(unpacked, self.new(call.args[1]), axis=0, mode="clip")
@@ -62,11 +63,12 @@ class _Rewriter(FunctionRewriter):
         return False
 
 
-def PackWeights(provider: KernelProvider, formats: Mapping[str, WeightFormat]) -> Any:
-    """The pass. `formats`: weight format of each checkpoint tensor that is a matrix."""
+def PackWeights(provider: KernelProvider, formats: Mapping[str, WeightFormat], epilogues: bool = True) -> Any:
+    """The pass. `formats`: weight format of each checkpoint tensor that is a matrix. `epilogues`: gate and up rows are
+    packed for a kernel that ends in SwiGLU."""
 
     @tvm.transform.module_pass(opt_level=0, name="PackWeights")
     def run(mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
-        return _Rewriter(mod, provider, formats).run()
+        return _Rewriter(mod, provider, formats, epilogues).run()
 
     return run

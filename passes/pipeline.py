@@ -1,6 +1,7 @@
 """The pipeline: phases, each a list of passes by name; ours stand in files here, the others are TVM's.
 
-    graph     RoPE tables folded to constants, parallel matmuls combined
+    graph     RoPE tables folded to constants, equal expressions merged, rows that no logits need left out early,
+              parallel matmuls combined
     weights   weights packed as the target's kernels read them
     fuse      unpack + matmul (+ bias, SwiGLU), residual + norm
     lower     placeholders become scheduled kernels, the rest TVM's legalisation; dead parameters removed
@@ -9,7 +10,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
@@ -20,30 +23,70 @@ from relaxpack.passes.capture_graph import MarkStatic, PrepareCapture
 from relaxpack.passes.combine_parallel_matmul import CombineParallelMatmul
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.fuse_add_norm import FuseAddNorm
-from relaxpack.passes.fuse_unpack_matmul import FuseUnpackMatmul
+from relaxpack.passes.fuse_unpack_matmul import FuseUnpackMatmul, FuseUnpackOnly
 from relaxpack.passes.lower_kernels import LowerKernels
 from relaxpack.passes.memory_plan import VerifyMemoryPlan
 from relaxpack.passes.pack_weights import PackWeights
 from relaxpack.passes.plan_memory import PlanMemory
 from relaxpack.passes.prune_parameters import PruneParameters
+from relaxpack.passes.rewrite import exported_functions
 from relaxpack.passes.schedule_rest import DropUnusedKernels, ScheduleRest
+from relaxpack.passes.select_rows_early import SelectRowsEarly
 from relaxpack.passes.specialize_buckets import SpecializeBuckets
 from relaxpack.passes.verify import VerifyPhase
 from relaxpack.weight_format import WeightFormat
 from tvm import relax
 
 Phase = tuple[str, list[Any]]
-OPTIONAL = ("CombineParallelMatmul",)
+# Passes that may be left out, and the optimisation level from which on they run. Without any of them a model is still
+# right: unfused operations go through TVM's legalisation, and memory is allocated as it is needed.
+OPTIONAL: dict[str, int] = {
+    "FoldConstant": 1, "EliminateCommonSubexpr": 1, "PlanMemory": 1,
+    "CombineParallelMatmul": 2, "FuseEpilogues": 2, "FuseAddNorm": 2, "FuseOps": 2,
+    "SelectRowsEarly": 3, "RewriteCUDAGraph": 3,
+}
+HIGHEST_LEVEL = 3
+
+
+def left_out(level: int, disabled: Iterable[str] = ()) -> frozenset[str]:
+    """The optional passes that do not run at `-O<level>`, and those disabled by name."""
+    return frozenset(disabled) | {name for name, since in OPTIONAL.items() if since > level}
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """One pass that ran: seconds, and the sizes of the module after it."""
+
+    phase: str
+    name: str
+    seconds: float
+    bindings: dict[str, int]     # by exported function
+    prim_funcs: int
 
 
 def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[str, WeightFormat],
            config: PipelineConfig, schedule_rule: Callable[[Any], Any] | None = None) -> list[Phase]:
     """All phases in order. `schedule_rule` schedules what no kernel covers (None: TVM's plain loops)."""
-    combine = [] if "CombineParallelMatmul" in config.disabled else [CombineParallelMatmul(formats)]
+    def unless(name: str, *passes: Any) -> list[Any]:
+        return [] if name in config.disabled else list(passes)
+
+    epilogues = "FuseEpilogues" not in config.disabled
     return [
-        ("graph", [relax.transform.FoldConstant(), *combine, PruneParameters, VerifyPhase("graph")]),
-        ("weights", [PackWeights(provider, formats), PruneParameters, VerifyPhase("weights")]),
-        ("fuse", [FuseUnpackMatmul, FuseAddNorm, PruneParameters, VerifyPhase("fuse")]),
+        ("graph", [
+            *unless("FoldConstant", relax.transform.FoldConstant()),
+            *unless("EliminateCommonSubexpr", relax.transform.EliminateCommonSubexpr()),
+            *unless("SelectRowsEarly", SelectRowsEarly),
+            *unless("CombineParallelMatmul", CombineParallelMatmul(formats)),
+            PruneParameters,
+            VerifyPhase("graph"),
+        ]),
+        ("weights", [PackWeights(provider, formats, epilogues), PruneParameters, VerifyPhase("weights")]),
+        ("fuse", [
+            FuseUnpackMatmul if epilogues else FuseUnpackOnly,
+            *unless("FuseAddNorm", FuseAddNorm),
+            PruneParameters,
+            VerifyPhase("fuse"),
+        ]),
         ("lower", [
             *([SpecializeBuckets("decode", "t", config.decode_buckets)] if config.decode_buckets else []),
             *([SpecializeBuckets("prefill", "t", config.prefill_buckets)] if config.prefill_buckets else []),
@@ -51,9 +94,8 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
             PruneParameters,
             relax.transform.LegalizeOps(),
             relax.transform.AnnotateTIROpPattern(),
-            relax.transform.FoldConstant(),
-            relax.transform.FuseOps(),
-            relax.transform.FuseTIR(),
+            *unless("FoldConstant", relax.transform.FoldConstant()),
+            *unless("FuseOps", relax.transform.FuseOps(), relax.transform.FuseTIR()),
             ScheduleRest(schedule_rule),
             DropUnusedKernels,
             VerifyPhase("lower"),
@@ -65,9 +107,9 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
             relax.transform.ToNonDataflow(),
             relax.transform.RemovePurityChecking(),
             relax.transform.CallTIRRewrite(),
-            PlanMemory(),
+            *unless("PlanMemory", PlanMemory()),
             VerifyMemoryPlan,
-            *([MarkStatic, relax.transform.RewriteCUDAGraph()] if config.cuda_graph else []),
+            *(unless("RewriteCUDAGraph", MarkStatic, relax.transform.RewriteCUDAGraph()) if config.cuda_graph else []),
             relax.transform.LowerAllocTensor(),
             relax.transform.KillAfterLastUse(),
             relax.transform.LowerRuntimeBuiltin(),
@@ -78,22 +120,48 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
     ]
 
 
-def run_phases(mod: tvm.IRModule, target: Any, all_phases: list[Phase],
-               observe: Callable[[str, tvm.IRModule, float], None] | None = None) -> tvm.IRModule:
-    """Run the phases under the target. `observe(phase, module, seconds)` sees the module after each."""
-    import time
+class PassFailure(CompileError):
+    """A pass raised or broke a rule of ours. `module` is what it was given; `phase` and `index` find it in `phases`."""
 
+    def __init__(self, phase: str, index: int, one_pass: Any, module: tvm.IRModule, why: str) -> None:
+        super().__init__(f"pass {one_pass.info.name} failed in phase {phase!r}: {why}")
+        self.phase, self.index, self.one_pass, self.module, self.why = phase, index, one_pass, module, why
+
+
+def run_phases(mod: tvm.IRModule, target: Any, all_phases: list[Phase],
+               observe: Callable[[str, tvm.IRModule, float], None] | None = None,
+               observe_pass: Callable[[PassRecord], None] | None = None) -> tvm.IRModule:
+    """Run the phases under the target. `observe(phase, module, seconds)` sees the module after each phase,
+    `observe_pass` a record of each pass. Raises PassFailure for a bug, CompileError for what the user can change."""
     for name, passes in all_phases:
-        start = time.perf_counter()
-        for one in passes:
-            try:
-                with target, tvm.transform.PassContext(config={"relax.backend.use_cuda_graph": True}):
-                    mod = one(mod)
-            except CompileError:
-                raise
-            except Exception as error:
-                last = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-                raise CompileError(f"pass {one.info.name} failed in phase {name!r}: {last}") from error
+        begun = time.perf_counter()
+        for index, one in enumerate(passes):
+            start = time.perf_counter()
+            mod = run_pass(mod, target, name, index, one)
+            if observe_pass is not None:
+                seconds = time.perf_counter() - start
+                observe_pass(PassRecord(name, str(one.info.name), round(seconds, 4), *sizes(mod)))
         if observe is not None:
-            observe(name, mod, time.perf_counter() - start)
+            observe(name, mod, time.perf_counter() - begun)
     return mod
+
+
+def run_pass(mod: tvm.IRModule, target: Any, phase: str, index: int, one: Any) -> tvm.IRModule:
+    """One pass under the target."""
+    try:
+        with target, tvm.transform.PassContext(config={"relax.backend.use_cuda_graph": True}):
+            return one(mod)
+    except CompileError as error:
+        if not str(one.info.name).startswith("Verify"):
+            raise
+        raise PassFailure(phase, index, one, mod, str(error)) from error
+    except Exception as error:
+        last = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise PassFailure(phase, index, one, mod, last) from error
+
+
+def sizes(mod: tvm.IRModule) -> tuple[dict[str, int], int]:
+    """(bindings by exported function, number of PrimFuncs)."""
+    bindings = {gv.name_hint: sum(len(block.bindings) for block in func.body.blocks)
+                for gv, func in exported_functions(mod)}
+    return bindings, sum(isinstance(f, tvm.tirx.PrimFunc) for f in mod.functions.values())

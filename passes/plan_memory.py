@@ -168,6 +168,7 @@ def _rewrite(f: _Function, storage_of: list[int], sizes: list[int]) -> relax.Fun
     """Allocations become tensors of storages; a storage is allocated where it is first needed."""
     place = {tensor.var: storage_of[i] for i, group in enumerate(f.groups) for tensor in group}
     storages: dict[int, Any] = {}
+    typed = relax.BlockBuilder().normalize
     bindings = []
     for binding in f.lifetimes.bindings:
         if binding.var not in place:
@@ -176,10 +177,10 @@ def _rewrite(f: _Function, storage_of: list[int], sizes: list[int]) -> relax.Fun
         index = place[binding.var]
         if index not in storages:
             storages[index] = relax.Var(f"storage{index}", relax.ObjectType())
-            bindings.append(relax.VarBinding(storages[index], relax.op.memory.alloc_storage(
-                relax.ShapeExpr([sizes[index]]), 0, "global", "uint8")))
+            bindings.append(relax.VarBinding(storages[index], typed(relax.op.memory.alloc_storage(
+                relax.ShapeExpr([sizes[index]]), 0, "global", "uint8"))))
         shape, dtype = binding.value.args[0], str(binding.var.ty.dtype)
         bindings.append(relax.VarBinding(
-            binding.var, relax.op.memory.alloc_tensor(storages[index], relax.prim_value(0), shape, dtype)))
+            binding.var, typed(relax.op.memory.alloc_tensor(storages[index], relax.prim_value(0), shape, dtype))))
     body = relax.SeqExpr([relax.BindingBlock(bindings)], f.func.body.body)
     return relax.Function(f.func.params, body, f.func.ret_ty, f.func.is_pure, f.func.attrs)

@@ -33,7 +33,7 @@ from relaxpack.kernel_spec import KernelProvider
 from relaxpack.lowering import Lowered, lower_model
 from relaxpack.model_info import ModelInfo
 from relaxpack.passes.config import PipelineConfig
-from relaxpack.passes.pipeline import OPTIONAL
+from relaxpack.passes.pipeline import HIGHEST_LEVEL, OPTIONAL, left_out
 from relaxpack.passes.specialize_buckets import decode_buckets, prefill_buckets
 from relaxpack.recipe import Pack
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
@@ -49,7 +49,8 @@ CANARY_TEXTS = {"plain": "The capital of France is", "code": "def fibonacci(n):\
 @dataclass(frozen=True)
 class BuildOptions:
     """`max_context` None: what the model supports. `activation_dtype` None: float32 on a CPU, bfloat16 on a GPU.
-    `kv_dtype` None: on a CPU float32 for `f32` weights, else float16; on a GPU the activation dtype."""
+    `kv_dtype` None: on a CPU float32 for `f32` weights, else float16; on a GPU the activation dtype. `level` is what the
+    command line calls -O: which optional passes run (`passes.pipeline.OPTIONAL`), less the disabled ones."""
 
     weights: str = "as-is"
     activation_dtype: str | None = None
@@ -58,6 +59,7 @@ class BuildOptions:
     prefill_chunk: int = 512
     page_size: int = 16
     kv_dtype: str | None = None
+    level: int = HIGHEST_LEVEL
     disabled_passes: frozenset[str] = frozenset()
     ignore_config_keys: tuple[str, ...] = ()
     pretokenizer: str | None = None
@@ -92,6 +94,7 @@ class BuildReport:
     library_bytes: int = 0
     params_bytes: int = 0
     phases: list[dict[str, Any]] = field(default_factory=list)
+    passes: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def kernel_text(self) -> str:
@@ -104,7 +107,8 @@ class BuildReport:
     def to_json(self) -> dict[str, Any]:
         return {"path": str(self.path), "seconds": self.seconds, "library_bytes": self.library_bytes,
                 "params_bytes": self.params_bytes, "formats": dict(self.manifest.weights.formats),
-                "kernels": dict(self.manifest.targets[0].kernels), "phases": self.phases, "warnings": self.warnings}
+                "kernels": dict(self.manifest.targets[0].kernels), "phases": self.phases, "passes": self.passes,
+                "warnings": self.warnings}
 
 
 def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec = "cpu",
@@ -135,8 +139,9 @@ def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec
         activation_dtype, kv_dtype = _dtypes(spec, options)
         formats = choose_formats(checkpoint, options.weights, activation_dtype)
     with stage("compile", 6):
-        lowered = lower_model(checkpoint.config, limits, spec, provider, formats, activation_dtype, kv_dtype,
-                              pipeline_config(spec, limits, options.disabled_passes), dump, shown.advance)
+        pipeline = pipeline_config(spec, limits, left_out(options.level, options.disabled_passes))
+        lowered = lower_model(checkpoint.config, limits, spec, provider, formats, activation_dtype, kv_dtype, pipeline,
+                              dump, shown.advance)
     info = _model_info(checkpoint, limits, activation_dtype, kv_dtype)
     with BundleWriter(output, force) as writer, tempfile.TemporaryDirectory() as scratch:
         library = Path(scratch) / f"{spec.file_stem}.so"
@@ -156,7 +161,8 @@ def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec
         with stage("bundle"):
             manifest = writer.finish(_manifest(checkpoint, info, spec, lowered, options))
     report = BuildReport(output, manifest, seconds, manifest.members[f"lib/{library.name}"].bytes, params_bytes,
-                         lowered.explanation["phases"], list(checkpoint.audit.warnings))
+                         lowered.explanation["phases"], lowered.explanation["passes"],
+                         list(checkpoint.audit.warnings))
     if canaries is None:
         report.warnings.append(f"target {spec.name} cannot run here, so the bundle has no canaries")
     return report
@@ -197,6 +203,8 @@ def _check_options(options: BuildOptions) -> None:
     for name in ("max_batch", "prefill_chunk", "page_size"):
         if getattr(options, name) < 1:
             raise UsageError(f"{name.replace('_', ' ')} {getattr(options, name)}: must be at least 1")
+    if not 0 <= options.level <= HIGHEST_LEVEL:
+        raise UsageError(f"optimisation level {options.level}: must be 0 to {HIGHEST_LEVEL}")
     unknown = options.disabled_passes - set(OPTIONAL)
     if unknown:
         raise UsageError(f"unknown pass {sorted(unknown)[0]!r}: these can be disabled: {', '.join(OPTIONAL)}")
@@ -246,8 +254,9 @@ def _write_text_members(writer: BundleWriter, checkpoint: Checkpoint, lowered: L
         "special_tokens": assets.special_tokens, "generation": generation}))
     writer.add_bytes("audit.json", canonical_json(checkpoint.audit.to_json()))
     # Times differ from build to build and would make equal builds differ.
-    explanation = {**lowered.explanation,
-                   "phases": [{k: v for k, v in p.items() if k != "seconds"} for p in lowered.explanation["phases"]]}
+    explanation = {**lowered.explanation, **{
+        kind: [{k: v for k, v in p.items() if k != "seconds"} for p in lowered.explanation[kind]]
+        for kind in ("phases", "passes")}}
     writer.add_bytes("explain.json", canonical_json(explanation))
 
 

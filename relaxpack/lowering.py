@@ -6,18 +6,19 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack import reproducer
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, KernelProvider
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.lower_kernels import KERNELS
 from relaxpack.passes.memory_plan import PLAN, arena_bytes
-from relaxpack.passes.pipeline import phases, run_phases
+from relaxpack.passes.pipeline import PassFailure, phases, run_phases, sizes
 from relaxpack.passes.rewrite import exported_functions, num_inputs, recipes_of
 from relaxpack.passes.schedule_rest import SOURCE
 from relaxpack.recipe import FromCheckpoint, Recipe
@@ -74,11 +75,13 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
     mod = export_model(config, limits, activation_dtype, kv_dtype, device_sampling=target.kind == "cuda")
     attention = attention_spec(config, limits, activation_dtype, kv_dtype)
     report: list[dict[str, Any]] = []
+    passes: list[dict[str, Any]] = []
     parameters: list[Parameter] = []
 
     def observe(phase: str, after: tvm.IRModule, seconds: float) -> None:
         progress(phase)
-        report.append({"phase": phase, "seconds": round(seconds, 3), **_sizes(after)})
+        bindings, prim_funcs = sizes(after)
+        report.append({"phase": phase, "seconds": round(seconds, 3), "bindings": bindings, "prim_funcs": prim_funcs})
         if phase == "lower":
             parameters.extend(_parameters(after))
         if dump is not None:
@@ -89,7 +92,13 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
         dump.mkdir(parents=True, exist_ok=True)
         (dump / "0_export.py").write_text(mod.script(show_meta=False))
     rule = dlight_fallback(target) if target.kind == "cuda" else None
-    final = run_phases(mod, target.to_tvm(), phases(provider, attention, formats, pipeline, rule), observe)
+    try:
+        final = run_phases(mod, target.to_tvm(), phases(provider, attention, formats, pipeline, rule), observe,
+                           lambda record: passes.append(asdict(record)))
+    except PassFailure as failure:
+        inputs = reproducer.Inputs(config, limits, target, {n: formats[n].name for n in formats}, activation_dtype,
+                                   kv_dtype, pipeline)
+        raise CompileError(reproducer.crash_report(failure, inputs, dump)) from failure
     progress("code")
     start = time.perf_counter()
     executable = _generate_code(final, target)
@@ -98,7 +107,8 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
     for _, func in exported_functions(mod):
         for name, bound in dict(func.attrs["tir_var_upper_bound"]).items():
             bounds[str(name)] = max(int(bound), bounds.get(str(name), 0))
-    explanation = {"phases": report, "kernels": _kernels(final), "calls": json.loads(str(final.attrs[KERNELS])),
+    explanation = {"phases": report, "passes": passes, "disabled": sorted(pipeline.disabled),
+                   "kernels": _kernels(final), "calls": json.loads(str(final.attrs[KERNELS])),
                    "memory_plan": json.loads(str(final.attrs[PLAN]))}
     buckets = {"decode": pipeline.decode_buckets, "prefill": pipeline.prefill_buckets}
     buckets = {name: sizes for name, sizes in buckets.items() if sizes}
@@ -122,13 +132,6 @@ def _parameters(mod: tvm.IRModule) -> list[Parameter]:
     _, func = next(exported_functions(mod))
     return [Parameter(v.name, tuple(int(d) for d in v.ty.shape), str(v.ty.dtype),
                       recipes.get(v.name, FromCheckpoint(v.name))) for v in func.params[num_inputs(func):]]
-
-
-def _sizes(mod: tvm.IRModule) -> dict[str, Any]:
-    functions = {gv.name_hint: sum(len(block.bindings) for block in func.body.blocks)
-                 for gv, func in exported_functions(mod)}
-    prim_funcs = sum(isinstance(f, tvm.tirx.PrimFunc) for f in mod.functions.values())
-    return {"bindings": functions, "prim_funcs": prim_funcs}
 
 
 def _kernels(mod: tvm.IRModule) -> list[dict[str, str]]:

@@ -41,7 +41,7 @@ COMMANDS: dict[str, LazyCommand] = {
     "bench": LazyCommand("relaxpack.cli.bench:bench", "Measure latency and throughput."),
     "tune": LazyCommand("relaxpack.cli.tune:tune", "Search for faster schedules."),
     "db": LazyCommand("relaxpack.cli.db:db", "Look after the tuning database."),
-    "replay": LazyCommand("relaxpack.cli.replay:replay", "Run a recorded session again."),
+    "replay": LazyCommand("relaxpack.cli.replay:replay", "Run the failing pass of a crash report again."),
 }
 
 

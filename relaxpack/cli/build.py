@@ -26,14 +26,17 @@ import click
               help="dtype of activations [default: float32 on a CPU, bfloat16 on a GPU].")
 @click.option("--kv-dtype", type=click.Choice(["float16", "bfloat16", "float32"]),
               help="dtype of the KV cache [default: float16 on a CPU, the activations' dtype on a GPU].")
+@click.option("-O", "level", type=click.IntRange(0, 3), default=3, show_default=True,
+              help="Which optional passes run: 0 none, 1 folding and memory, 2 fusion, 3 all.")
 @click.option("--disable", "disabled", multiple=True, metavar="PASS", help="Leave an optional pass out. Repeatable.")
 @click.option("--ignore-config-key", "ignored", multiple=True, metavar="KEY",
               help="Accept an unknown config key unread. Repeatable.")
 @click.option("--pretokenizer", help="How a GGUF's tokenizer splits text, where the file does not say.")
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write the IR after each phase here.")
+@click.option("--timing", is_flag=True, help="Print what each pass took and what it left of the module.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON on stdout.")
-def build(model: str, output: Path, target: str, dump: Path | None, force: bool, as_json: bool,
+def build(model: str, output: Path, target: str, dump: Path | None, force: bool, as_json: bool, timing: bool,
           disabled: tuple[str, ...], ignored: tuple[str, ...], **options: Any) -> None:
     """Build a bundle of MODEL: a Hugging Face folder, a .gguf file, or the name smollm2."""
     from relaxpack.cli.progress import StageBars
@@ -44,11 +47,26 @@ def build(model: str, output: Path, target: str, dump: Path | None, force: bool,
         report = build_bundle(model, output, target, chosen, force=force, dump=dump, progress=bars)
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
+    if timing:
+        _print_timing(report.passes)
     if as_json:
         json.dump(report.to_json(), sys.stdout)
         sys.stdout.write("\n")
     else:
         _print_summary(report)
+
+
+def _print_timing(passes: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Passes", title_justify="left")
+    for column in ("phase", "pass", "ms", "bindings", "PrimFuncs"):
+        table.add_column(column, justify="left" if column in ("phase", "pass") else "right")
+    for p in passes:
+        table.add_row(p["phase"], p["name"], f"{p['seconds'] * 1e3:.0f}", str(sum(p["bindings"].values())),
+                      str(p["prim_funcs"]))
+    Console(stderr=True).print(table)
 
 
 def _print_summary(report: Any) -> None:

@@ -1,0 +1,96 @@
+"""Every optimisation level and random subsets of the optional passes keep the numbers: the real pipeline from export to
+code, on a tiny model with biases, against `-O0`, and `-O0` against NumPy. Kernels are plain loops.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+import relaxpack.tvm_setup  # noqa: F401
+import tvm
+import tvm_ffi
+from relaxpack.lowering import Lowered, lower_model
+from relaxpack.model_info import ModelInfo
+from relaxpack.passes.config import PipelineConfig
+from relaxpack.passes.pipeline import HIGHEST_LEVEL, OPTIONAL, left_out
+from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
+from relaxpack.relax_models.export import BuildLimits
+from relaxpack.runtime.model_runner import CpuModelRunner
+from relaxpack.target import parse_target
+from relaxpack.weight_format import FORMATS
+from relaxpack.weights import ParameterMaker
+from tests.helpers.numerics import Tape, decode_logits, prefill_logits, run, tapes
+from tests.helpers.plain_kernels import PlainKernels
+from tests.helpers.tiny_checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.reference.numpy_decoder import forward
+from tvm.runtime.vm import VirtualMachine
+
+LIMITS = BuildLimits(max_context=64, max_batch=2, prefill_chunk=32, page_size=8)
+IDS = np.random.default_rng(4).integers(0, VOCAB_SIZE, 40).tolist()
+TOLERANCE = 2e-5   # float32; only the order of sums differs
+SUBSETS = [frozenset(random.Random(seed).sample(sorted(OPTIONAL), 3 + seed % 4)) for seed in range(5)]
+
+
+class JitLibrary:
+    """What `runtime.vm.Library` is, over a module compiled in this process."""
+
+    def __init__(self, executable: Any, parameters: list[np.ndarray]) -> None:
+        self._vm = VirtualMachine(executable, tvm.cpu())
+        self._parameters = tvm_ffi.convert([tvm.runtime.tensor(p) for p in parameters])
+
+    def call(self, name: str, inputs: list[Any]) -> Any:
+        return self._vm[name](*inputs, self._parameters)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(write_checkpoint(tmp_path_factory.mktemp("m") / "m", "llama_bias"))
+
+
+def lowered_without(checkpoint: Checkpoint, disabled: frozenset[str]) -> Lowered:
+    formats = {name: FORMATS["f32"] for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
+    return lower_model(checkpoint.config, LIMITS, parse_target("cpu"), PlainKernels(), formats, "float32", "float32",
+                       PipelineConfig(disabled))
+
+
+def logits(checkpoint: Checkpoint, lowered: Lowered) -> np.ndarray:
+    """All positions by prefill, then the last ones one by one, then the last row of a prefill alone."""
+    config, maker = checkpoint.config, ParameterMaker(checkpoint, PlainKernels())
+    info = ModelInfo("tiny", "llama", config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads,
+                     config.head_dim, config.vocab_size, LIMITS.max_context, LIMITS.page_size, "float32", "float32",
+                     LIMITS.max_batch, LIMITS.prefill_chunk, None, (2,), False)
+    library = JitLibrary(lowered.executable, [maker.make(p.recipe, p.dtype) for p in lowered.parameters])
+    runner = CpuModelRunner(library, info, num_pages=16)  # type: ignore[arg-type]
+    (tape,) = tapes(runner, [IDS])
+    last = Tape(runner, IDS, tape.page_ids)
+    parts = [prefill_logits(tape, 32), decode_logits(tape, len(IDS))]
+    return np.concatenate([*parts, run(runner, [last.step(7, "last")])])
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Checkpoint) -> np.ndarray:
+    return logits(checkpoint, lowered_without(checkpoint, left_out(0)))
+
+
+def test_level_0_is_right(checkpoint: Checkpoint, plain: np.ndarray) -> None:
+    expected = forward(checkpoint, IDS, LIMITS.max_context)
+    np.testing.assert_allclose(plain, np.concatenate([expected, expected[6:7]]), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("level", range(1, HIGHEST_LEVEL + 1))
+def test_levels(checkpoint: Checkpoint, plain: np.ndarray, level: int) -> None:
+    lowered = lowered_without(checkpoint, left_out(level))
+    np.testing.assert_allclose(logits(checkpoint, lowered), plain, rtol=0, atol=TOLERANCE)
+    assert lowered.explanation["disabled"] == sorted(left_out(level))
+
+
+@pytest.mark.parametrize("disabled", SUBSETS, ids=lambda names: "without " + " ".join(sorted(names)))
+def test_random_subsets(checkpoint: Checkpoint, plain: np.ndarray, disabled: frozenset[str]) -> None:
+    lowered = lowered_without(checkpoint, disabled)
+    ran = {p["name"] for p in lowered.explanation["passes"]}
+    assert not ran & (disabled - {"FuseEpilogues"})
+    np.testing.assert_allclose(logits(checkpoint, lowered), plain, rtol=0, atol=TOLERANCE)
