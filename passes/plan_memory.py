@@ -182,5 +182,5 @@ def _rewrite(f: _Function, storage_of: list[int], sizes: list[int]) -> relax.Fun
         shape, dtype = binding.value.args[0], str(binding.var.ty.dtype)
         bindings.append(relax.VarBinding(
             binding.var, typed(relax.op.memory.alloc_tensor(storages[index], relax.prim_value(0), shape, dtype))))
-    body = relax.SeqExpr([relax.BindingBlock(bindings)], f.func.body.body)
+    body = typed(relax.SeqExpr([relax.BindingBlock(bindings)], f.func.body.body))
     return relax.Function(f.func.params, body, f.func.ret_ty, f.func.is_pure, f.func.attrs)
