@@ -234,31 +234,40 @@ class Bench:
             verdict["ok"] &= bool(self.torch.equal(total, summed))
         return verdict
 
-    def chain(self, index: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Microseconds per layer of norm, qkv, o, norm, gate_up, down over 12 layers of their own weights, one row."""
-        torch, found = self.torch, []
-        for model in ("1b", "8b"):
+    def chain(self, index: list[dict[str, Any]], layers: int = 12) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """(checks, times) of norm, qkv, o, norm, gate_up, down over layers of their own weights, one row, every kernel
+        reading what the one before wrote. Dependent launch must not change a bit of the result."""
+        torch, checks, times = self.torch, [], []
+        for model, h in (("1b", 2048), ("8b", 4096)):
+            kernels = {pdl: {v["linear"].split(".")[1]: v for v in index if v["linear"].startswith(model)
+                             and v["options"]["dependent_launch"] == pdl} for pdl in (False, True)}
+            shapes = {part: v for part, v in kernels[True].items() if part != "norm"}
+            weights = [{part: self.random((v["n"], v["k"]), "bfloat16", v["k"] ** -0.5) for part, v in shapes.items()}
+                       for _ in range(layers)]
+            scale = torch.ones(h, device="cuda")
+            start = self.random((1, h), "bfloat16")
+            total_bytes = layers * sum(2 * v["n"] * v["k"] for v in shapes.values())
+            results = []
             for pdl in (False, True):
-                parts = {v["linear"].split(".")[1]: v for v in index
-                         if v["linear"].startswith(model) and v["options"].get("dependent_launch") == pdl}
-                calls, total_bytes = [], 0
-                for _layer in range(12):
-                    for part in ("norm", "qkv", "o", "norm", "gate_up", "down"):
-                        v = parts[part]
-                        if part == "norm":
-                            calls.append(self.norm_call(v, 1)[0])
-                            continue
-                        weight = torch.empty((v["n"], v["k"]), device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
-                        x = self.random((1, v["k"]), "bfloat16")
-                        width = v["n"] // 2 if v["options"].get("swiglu") else v["n"]
-                        y = torch.empty((1, width), device="cuda", dtype=x.dtype)
-                        calls.append(partial(self.kernel(v), x, weight, y))
-                        total_bytes += 2 * v["n"] * v["k"]
+                run, x, residual, calls = kernels[pdl], start, torch.zeros_like(start), []
+                for layer in weights:
+                    for norm_of, first, second in (("attention", "qkv", "o"), ("mlp", "gate_up", "down")):
+                        total, y = torch.empty_like(start), torch.empty_like(start)
+                        calls.append(partial(self.kernel(run["norm"]), x, residual, scale, total, y))
+                        width = shapes[first]["n"] // (2 if first == "gate_up" else 1)
+                        middle, out = torch.empty((1, width), device="cuda", dtype=x.dtype), torch.empty_like(start)
+                        calls.append(partial(self.kernel(run[first]), y, layer[first], middle))
+                        into = middle[:, :h] if norm_of == "attention" else middle
+                        calls.append(partial(self.kernel(run[second]), into, layer[second], out))
+                        x, residual = out, total
                 us = self.time(calls) * len(calls)
-                found.append({"name": f"chain {model} dependent={int(pdl)}", "linear": f"{model}.layer",
-                              "family": f"chain{int(pdl)}", "weight": None, "t": 1, "us": us / 12, "options": {},
+                results.append(x.clone())
+                times.append({"name": f"chain {model} dependent={int(pdl)}", "linear": f"{model}.layer",
+                              "family": f"chain{int(pdl)}", "weight": None, "t": 1, "us": us / layers, "options": {},
                               "tb_s": total_bytes / us / 1e6, "tflop_s": 0.0})
-        return found
+            same = bool(torch.equal(*results)) and bool(results[0].isfinite().all())
+            checks.append({"name": f"chain {model} dependent launch", "t": 1, "error": 0.0 if same else 1.0, "ok": same})
+        return checks, times
 
     def verdict(self, variant: dict[str, Any], t: int, out: Any, reference: Any) -> dict[str, Any]:
         error = float((out.double() - reference).norm() / reference.norm())
@@ -353,7 +362,9 @@ def run_group(folder: Path, group: str, out: Path) -> None:
             save()
     bench.weights.clear()
     if group == "chain":
-        result["times"] += bench.chain(index)
+        checks, times = bench.chain(index)
+        result["checks"] += checks
+        result["times"] += times
     if not result["failures"] or result["times"]:
         for (linear, n, k), seen in rows.items():
             result["times"] += bench.cublas(linear, n, k, sorted(seen))

@@ -52,6 +52,36 @@ def entry(body, N: int, K: int, OUT: int, dtype: str, out_dtype: str, bias: bool
     return with_handles(3 + bias + residual, bind)
 
 
+def linear_func(body, N: int, K: int, dtype: str, out_dtype: str, name: str, *, grid: str = "x", cluster: int = 1,
+                bias: bool = False, residual: bool = False, swiglu: bool = False, dependent_launch: bool = False, **_):
+    """A finished PrimFunc around one inlined kernel; further options of the kernel are ignored here."""
+    func = entry(body, N, K, N // 2 if swiglu else N, dtype, out_dtype, bias, residual)
+    return finish(func, name, dependent_launch, cluster, grid)
+
+
+def by_rows(plans):
+    """One inlined body out of several: `plans` are (largest t, body) in rising order, the last one serves all larger t. The
+    host decides, so that one PrimFunc can hold a kernel for few rows and one for many."""
+    (limit, first), *rest = plans
+    if not rest:
+        return first
+    other = by_rows(rest)
+
+    @T.inline
+    def body(x, weight, bias_buffer, residual_buffer, y, t):
+        if t <= limit:
+            first(x, weight, bias_buffer, residual_buffer, y, t)
+        else:
+            other(x, weight, bias_buffer, residual_buffer, y, t)
+
+    return body
+
+
+def device():
+    """The part of a kernel that runs on the device, as a `with` block; a PrimFunc may have several."""
+    return T.attr({"tirx.device_entry": T.bool(True)})
+
+
 def quant_entry(body, N: int, K: int, OUT: int, weight, dtype: str, out_dtype: str, bias: bool, residual: bool):
     """`entry` for a quantised weight in fragments: `body(x, codes, scales, minimums, bias, residual, y, t)`."""
     words, groups = fragment_sizes(weight, N, K)

@@ -9,7 +9,7 @@ With `cluster` 2, two blocks of neighbouring row tiles share the weight tile by 
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.common import SHORT, entry, finish, silu
+from relaxpack.schedules.kernels.cuda.common import SHORT, device, linear_func, silu
 from relaxpack.schedules.kernels.cuda.fragments import high, low, pack
 from relaxpack.schedules.kernels.cuda.gemm_few import DESC, SW128, WG_FENCE
 from tvm.script import tirx as T
@@ -23,9 +23,9 @@ STMATRIX = "stmatrix.sync.aligned.m8n8.x4.shared.b16"
 SHARED_LIMIT = 227 * 1024
 
 
-def gemm_many(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, cluster: int = 1, group_m: int = 8,
+def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, cluster: int = 1, group_m: int = 8,
               blocks: int = 132, bias: bool = False, residual: bool = False, swiglu: bool = False,
-              dependent_launch: bool = False, name: str = "gemm_many"):
+              dependent_launch: bool = False):
     """Buffers as in gemm_rows. tile_n: columns of a tile (multiple of 32, at most 256); group_m: row tiles that are walked
     together to keep their x in L2; blocks: grid size, one block per multiprocessor."""
     BN, CL = tile_n, cluster
@@ -69,210 +69,216 @@ def gemm_many(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
             y_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
             T.call_packed("runtime.cuTensorMapEncodeTiled", y_map, dtype, 2, y.data,
                           OUT, t, OUT * 2, EB, 64, 1, 1, 0, SW128 if EB == 64 else SW64, 0, 0)
-        T.device_entry()
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-        ids = T.meta_var(block_ids())
-        wid = T.warp_id([12])
-        tx = T.thread_id([384])
-        pool = T.SMEMPool()
-        As = pool.alloc((S, BM * BK), dtype, align=1024)
-        Bs = pool.alloc((S, BN * BK), dtype, align=1024)
-        staging = pool.alloc(staging_shape, dtype, align=1024)
-        full = pool.alloc((S,), "uint64", align=8)
-        empty = pool.alloc((S,), "uint64", align=8)
-        pool.commit()
-        if tx == 0:
-            for s in T.unroll(S):
-                T.ptx.mbarrier.init.shared.b64(full.ptr_to([s]), T.uint32(1))
-                T.ptx.mbarrier.init.shared.b64(empty.ptr_to([s]), T.uint32(CONSUMERS * 4 * CL))
-            T.ptx.fence.proxy.async_.shared__cta()
+        with device():
+            T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+            ids = T.meta_var(block_ids())
+            wid = T.warp_id([12])
+            tx = T.thread_id([384])
+            pool = T.SMEMPool()
+            As = pool.alloc((S, BM * BK), dtype, align=1024)
+            Bs = pool.alloc((S, BN * BK), dtype, align=1024)
+            staging = pool.alloc(staging_shape, dtype, align=1024)
+            full = pool.alloc((S,), "uint64", align=8)
+            empty = pool.alloc((S,), "uint64", align=8)
+            pool.commit()
+            if tx == 0:
+                for s in T.unroll(S):
+                    T.ptx.mbarrier.init.shared.b64(full.ptr_to([s]), T.uint32(1))
+                    T.ptx.mbarrier.init.shared.b64(empty.ptr_to([s]), T.uint32(CONSUMERS * 4 * CL))
+                T.ptx.fence.proxy.async_.shared__cta()
+                if clustered:
+                    T.ptx["fence.mbarrier_init.release.cluster"]()
             if clustered:
-                T.ptx["fence.mbarrier_init.release.cluster"]()
-        if clustered:
-            T.cuda.cluster_sync()
-        else:
-            T.cuda.cta_sync()
-        if dependent_launch:
-            T.ptx["griddepcontrol.wait"]()
-            T.ptx["griddepcontrol.launch_dependents"]()
+                T.cuda.cluster_sync()
+            else:
+                T.cuda.cta_sync()
+            if dependent_launch:
+                T.ptx["griddepcontrol.wait"]()
+                T.ptx["griddepcontrol.launch_dependents"]()
 
-        rows = T.meta_var(T.Cast("int32", t))
-        m_tiles = T.Cast("int32", T.ceildiv(t, BM * CL))      # row tiles of one cluster
-        total = m_tiles * NT
-        stage: T.int32
-        phase: T.int32
-        tile: T.int32
-        tm: T.int32
-        tn: T.int32
-        first: T.int32
-        together: T.int32
-        stage = 0
-        phase = 0
-        tile = ids[0]
+            rows = T.meta_var(T.Cast("int32", t))
+            m_tiles = T.Cast("int32", T.ceildiv(t, BM * CL))      # row tiles of one cluster
+            total = m_tiles * NT
+            stage: T.int32
+            phase: T.int32
+            tile: T.int32
+            tm: T.int32
+            tn: T.int32
+            first: T.int32
+            together: T.int32
+            stage = 0
+            phase = 0
+            tile = ids[0]
 
-        @T.inline
-        def locate():
-            first = tile // (group_m * NT) * group_m
-            together = T.min(m_tiles - first, group_m)
-            tm = first + tile % (group_m * NT) % together
-            tn = tile % (group_m * NT) // together
-            if clustered:
-                tm = tm * CL + ids[1]
+            @T.inline
+            def locate():
+                first = tile // (group_m * NT) * group_m
+                together = T.min(m_tiles - first, group_m)
+                tm = first + tile % (group_m * NT) % together
+                tn = tile % (group_m * NT) // together
+                if clustered:
+                    tm = tm * CL + ids[1]
 
-        @T.inline
-        def advance():
-            stage = stage + 1
-            if stage == S:
-                stage = 0
-                phase = phase ^ 1
+            @T.inline
+            def advance():
+                stage = stage + 1
+                if stage == S:
+                    stage = 0
+                    phase = phase ^ 1
 
-        if wid >= CONSUMERS * 4:
-            T.ptx["setmaxnreg.dec.sync.aligned.u32"](40)
-            if tx == CONSUMERS * WG:
+            if wid >= CONSUMERS * 4:
+                T.ptx["setmaxnreg.dec.sync.aligned.u32"](40)
+                if tx == CONSUMERS * WG:
+                    while tile < total:
+                        locate()
+                        for kt in T.serial(KT):
+                            T.cuda.mbarrier_wait(empty.ptr_to([stage]), phase ^ 1)
+                            T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([stage]), T.uint32(stage_bytes))
+                            T.ptx[TMA_LOAD](As.ptr_to([stage, 0]), T.address_of(x_map), kt * BK, tm * BM,
+                                            full.ptr_to([stage]))
+                            if clustered:
+                                T.ptx[TMA_MULTICAST](Bs.ptr_to([stage, ids[1] * (BN // CL * BK)]), T.address_of(w_map),
+                                                     kt * BK, tn * BN + ids[1] * (BN // CL), full.ptr_to([stage]),
+                                                     T.uint16((1 << CL) - 1))
+                            else:
+                                T.ptx[TMA_LOAD](Bs.ptr_to([stage, 0]), T.address_of(w_map), kt * BK, tn * BN,
+                                                full.ptr_to([stage]))
+                            advance()
+                        tile = tile + blocks // CL
+            else:
+                T.ptx["setmaxnreg.inc.sync.aligned.u32"](232)
+                c = T.alloc_buffer((ACC,), "float32", scope="local")
+                extra = T.alloc_buffer((2,), "float32", scope="local")
+                word = T.alloc_buffer((4,), "uint32", scope="local")
+                wg = T.meta_var(wid // 4)
+                lane = T.meta_var(tx % 32)
+                peer: T.uint32              # address of empty[0] in block `lane` of the cluster
+                if clustered:
+                    T.ptx["mapa.shared::cluster.u32"](peer, T.cuda.cvta_generic_to_shared(empty.ptr_to([0])),
+                                                      T.Cast("uint32", lane % CL))
+                inputs: T.uint64
+                weights: T.uint64
+                previous: T.int32
+                inputs = T.uint64(DESC) + T.Cast("uint64", (T.cuda.cvta_generic_to_shared(
+                    As.ptr_to([0, 0])) >> T.uint32(4)) + T.Cast("uint32", wg * (64 * BK * 2 // 16)))
+                weights = T.uint64(DESC) + T.Cast("uint64", T.cuda.cvta_generic_to_shared(
+                    Bs.ptr_to([0, 0])) >> T.uint32(4))
+
+                @T.inline
+                def release(slot, condition):
+                    if clustered:
+                        T.ptx.mbarrier.arrive.shared__cluster.b64(
+                            peer + T.Cast("uint32", slot * 8), pred=T.And(condition, lane < CL))
+                    else:
+                        T.ptx.mbarrier.arrive.shared.b64(empty.ptr_to([slot]), pred=T.And(condition, lane == 0))
+
+                @T.inline
+                def add_bias():
+                    for i in T.unroll(ACC // 4):
+                        n = T.meta_var(tn * BN + i * 8 + lane % 4 * 2)
+                        if T.bool(True) if full_n else n < N:
+                            for e in T.unroll(4):
+                                c[i * 4 + e] = c[i * 4 + e] + bias_buffer[n + e % 2]
+
+                @T.inline
+                def multiply_gate():
+                    for i in T.unroll(ACC // 8):
+                        for e in T.unroll(4):
+                            c[i * 4 + e] = silu(c[i * 8 + e]) * c[i * 8 + 4 + e]
+
+                @T.inline
+                def add_residual(begin, end):
+                    """Columns 8 * begin to 8 * end of the output tile. Box by box: loads in flight cost registers."""
+                    for h in T.unroll(2):
+                        row = T.meta_var(tm * BM + wid * 16 + lane // 4 + h * 8)
+                        if row < rows:
+                            for i in T.unroll(begin, end):
+                                n = T.meta_var(tn * BO + i * 8 + lane % 4 * 2)
+                                if T.bool(True) if full_n else n < OUT:
+                                    T.ptx["ld.global.b32"](word[0], residual_buffer.ptr_to([row, n]))
+                                    c[i * 4 + h * 2] = c[i * 4 + h * 2] + low(dtype, word[0])
+                                    c[i * 4 + h * 2 + 1] = c[i * 4 + h * 2 + 1] + high(dtype, word[0])
+
+                @T.inline
+                def store_boxes():
+                    for b in T.unroll(BO // EB):
+                        box = T.meta_var(wg * 2 + b % 2)
+                        if tx % WG == 0:
+                            T.ptx["cp.async.bulk.wait_group.read"](T.min(b, 1))
+                        T.ptx["bar.sync"](T.Cast("uint32", wg + 1), T.uint32(WG))
+                        if residual:
+                            add_residual(b * (EB // 8), b * (EB // 8) + EB // 8)
+                        for j in T.unroll(EB // 16):
+                            row = T.meta_var(wid % 4 * 16 + lane % 16)
+                            chunk = T.meta_var(swizzle(j * 2 + lane // 16, lane))
+                            o = T.meta_var(b * (EB // 2) + j * 8)
+                            for e in T.unroll(4):
+                                T.ptx[PACK](word[e], c[o + e * 2 + 1], c[o + e * 2])
+                            T.ptx[STMATRIX](staging.ptr_to([box, row * EB + chunk * 8]), word[0], word[1], word[2], word[3])
+                        T.ptx.fence.proxy.async_.shared__cta()
+                        T.ptx["bar.sync"](T.Cast("uint32", wg + 1), T.uint32(WG))
+                        if tx % WG == 0:
+                            T.ptx[TMA_STORE](T.address_of(y_map), tn * BO + b * EB, tm * BM + wg * 64,
+                                             staging.ptr_to([box, 0]))
+                            T.ptx["cp.async.bulk.commit_group"]()
+
+                @T.inline
+                def store_direct():
+                    for h in T.unroll(2):
+                        row = T.meta_var(tm * BM + wid * 16 + lane // 4 + h * 8)
+                        if row < rows:
+                            for i in T.unroll(BO // 8):
+                                for e in T.unroll(2):
+                                    n = T.meta_var(tn * BO + i * 8 + lane % 4 * 2 + e)
+                                    if T.bool(True) if full_n else n < OUT:
+                                        y[row, n] = T.Cast(out_dtype, c[i * 4 + h * 2 + e])
+
                 while tile < total:
                     locate()
-                    for kt in T.serial(KT):
-                        T.cuda.mbarrier_wait(empty.ptr_to([stage]), phase ^ 1)
-                        T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([stage]), T.uint32(stage_bytes))
-                        T.ptx[TMA_LOAD](As.ptr_to([stage, 0]), T.address_of(x_map), kt * BK, tm * BM,
-                                        full.ptr_to([stage]))
-                        if clustered:
-                            T.ptx[TMA_MULTICAST](Bs.ptr_to([stage, ids[1] * (BN // CL * BK)]), T.address_of(w_map),
-                                                 kt * BK, tn * BN + ids[1] * (BN // CL), full.ptr_to([stage]),
-                                                 T.uint16((1 << CL) - 1))
-                        else:
-                            T.ptx[TMA_LOAD](Bs.ptr_to([stage, 0]), T.address_of(w_map), kt * BK, tn * BN,
-                                            full.ptr_to([stage]))
-                        advance()
-                    tile = tile + blocks // CL
-        else:
-            T.ptx["setmaxnreg.inc.sync.aligned.u32"](232)
-            c = T.alloc_buffer((ACC,), "float32", scope="local")
-            extra = T.alloc_buffer((2,), "float32", scope="local")
-            word = T.alloc_buffer((4,), "uint32", scope="local")
-            wg = T.meta_var(wid // 4)
-            lane = T.meta_var(tx % 32)
-            peer: T.uint32              # address of empty[0] in block `lane` of the cluster
-            if clustered:
-                T.ptx["mapa.shared::cluster.u32"](peer, T.cuda.cvta_generic_to_shared(empty.ptr_to([0])),
-                                                  T.Cast("uint32", lane % CL))
-            inputs: T.uint64
-            weights: T.uint64
-            previous: T.int32
-            inputs = T.uint64(DESC) + T.Cast("uint64", (T.cuda.cvta_generic_to_shared(
-                As.ptr_to([0, 0])) >> T.uint32(4)) + T.Cast("uint32", wg * (64 * BK * 2 // 16)))
-            weights = T.uint64(DESC) + T.Cast("uint64", T.cuda.cvta_generic_to_shared(
-                Bs.ptr_to([0, 0])) >> T.uint32(4))
-
-            @T.inline
-            def release(slot, condition):
-                if clustered:
-                    T.ptx.mbarrier.arrive.shared__cluster.b64(
-                        peer + T.Cast("uint32", slot * 8), pred=T.And(condition, lane < CL))
-                else:
-                    T.ptx.mbarrier.arrive.shared.b64(empty.ptr_to([slot]), pred=T.And(condition, lane == 0))
-
-            @T.inline
-            def add_bias():
-                for i in T.unroll(ACC // 4):
-                    n = T.meta_var(tn * BN + i * 8 + lane % 4 * 2)
-                    if T.bool(True) if full_n else n < N:
-                        for e in T.unroll(4):
-                            c[i * 4 + e] = c[i * 4 + e] + bias_buffer[n + e % 2]
-
-            @T.inline
-            def multiply_gate():
-                for i in T.unroll(ACC // 8):
-                    for e in T.unroll(4):
-                        c[i * 4 + e] = silu(c[i * 8 + e]) * c[i * 8 + 4 + e]
-
-            @T.inline
-            def add_residual(begin, end):
-                """Columns 8 * begin to 8 * end of the output tile. Box by box: loads in flight cost registers."""
-                for h in T.unroll(2):
-                    row = T.meta_var(tm * BM + wid * 16 + lane // 4 + h * 8)
-                    if row < rows:
-                        for i in T.unroll(begin, end):
-                            n = T.meta_var(tn * BO + i * 8 + lane % 4 * 2)
-                            if T.bool(True) if full_n else n < OUT:
-                                T.ptx["ld.global.b32"](word[0], residual_buffer.ptr_to([row, n]))
-                                c[i * 4 + h * 2] = c[i * 4 + h * 2] + low(dtype, word[0])
-                                c[i * 4 + h * 2 + 1] = c[i * 4 + h * 2 + 1] + high(dtype, word[0])
-
-            @T.inline
-            def store_boxes():
-                for b in T.unroll(BO // EB):
-                    box = T.meta_var(wg * 2 + b % 2)
-                    if tx % WG == 0:
-                        T.ptx["cp.async.bulk.wait_group.read"](T.min(b, 1))
-                    T.ptx["bar.sync"](T.Cast("uint32", wg + 1), T.uint32(WG))
-                    if residual:
-                        add_residual(b * (EB // 8), b * (EB // 8) + EB // 8)
-                    for j in T.unroll(EB // 16):
-                        row = T.meta_var(wid % 4 * 16 + lane % 16)
-                        chunk = T.meta_var(swizzle(j * 2 + lane // 16, lane))
-                        o = T.meta_var(b * (EB // 2) + j * 8)
-                        for e in T.unroll(4):
-                            T.ptx[PACK](word[e], c[o + e * 2 + 1], c[o + e * 2])
-                        T.ptx[STMATRIX](staging.ptr_to([box, row * EB + chunk * 8]), word[0], word[1], word[2], word[3])
-                    T.ptx.fence.proxy.async_.shared__cta()
-                    T.ptx["bar.sync"](T.Cast("uint32", wg + 1), T.uint32(WG))
-                    if tx % WG == 0:
-                        T.ptx[TMA_STORE](T.address_of(y_map), tn * BO + b * EB, tm * BM + wg * 64,
-                                         staging.ptr_to([box, 0]))
-                        T.ptx["cp.async.bulk.commit_group"]()
-
-            @T.inline
-            def store_direct():
-                for h in T.unroll(2):
-                    row = T.meta_var(tm * BM + wid * 16 + lane // 4 + h * 8)
-                    if row < rows:
-                        for i in T.unroll(BO // 8):
-                            for e in T.unroll(2):
-                                n = T.meta_var(tn * BO + i * 8 + lane % 4 * 2 + e)
-                                if T.bool(True) if full_n else n < OUT:
-                                    y[row, n] = T.Cast(out_dtype, c[i * 4 + h * 2 + e])
-
-            while tile < total:
-                locate()
-                for i in T.unroll(ACC):
-                    c[i] = T.float32(0.0)
-                for i in T.unroll(ACC):
-                    T.cuda.func_call("wg_fence", c[i], source_code=WG_FENCE)
-                previous = stage
-                for kt in T.serial(KT):
-                    T.cuda.mbarrier_wait(full.ptr_to([stage]), phase)
-                    T.ptx.wgmma.fence.sync.aligned()
-                    for k in T.unroll(BK // 16):
-                        T.ptx[MMA](*accumulators(c),
-                                   inputs + T.Cast("uint64", stage * A16 + k * 2),
-                                   weights + T.Cast("uint64", stage * B16 + k * 2),
-                                   T.bool(True), 1, 1, 0, 0)
-                    T.ptx.wgmma.commit_group.sync.aligned()
-                    T.ptx.wgmma.wait_group.sync.aligned(1)
-                    release(previous, kt > 0)
+                    for i in T.unroll(ACC):
+                        c[i] = T.float32(0.0)
+                    for i in T.unroll(ACC):
+                        T.cuda.func_call("wg_fence", c[i], source_code=WG_FENCE)
                     previous = stage
-                    advance()
-                T.ptx.wgmma.wait_group.sync.aligned(0)
-                for i in T.unroll(ACC):
-                    T.cuda.func_call("wg_fence", c[i], source_code=WG_FENCE)
-                release(previous, T.bool(True))
-                if bias:
-                    add_bias()
-                if swiglu:
-                    multiply_gate()
+                    for kt in T.serial(KT):
+                        T.cuda.mbarrier_wait(full.ptr_to([stage]), phase)
+                        T.ptx.wgmma.fence.sync.aligned()
+                        for k in T.unroll(BK // 16):
+                            T.ptx[MMA](*accumulators(c),
+                                       inputs + T.Cast("uint64", stage * A16 + k * 2),
+                                       weights + T.Cast("uint64", stage * B16 + k * 2),
+                                       T.bool(True), 1, 1, 0, 0)
+                        T.ptx.wgmma.commit_group.sync.aligned()
+                        T.ptx.wgmma.wait_group.sync.aligned(1)
+                        release(previous, kt > 0)
+                        previous = stage
+                        advance()
+                    T.ptx.wgmma.wait_group.sync.aligned(0)
+                    for i in T.unroll(ACC):
+                        T.cuda.func_call("wg_fence", c[i], source_code=WG_FENCE)
+                    release(previous, T.bool(True))
+                    if bias:
+                        add_bias()
+                    if swiglu:
+                        multiply_gate()
+                    if tma_store:
+                        store_boxes()
+                    else:
+                        if residual:
+                            add_residual(0, BO // 8)
+                        store_direct()
+                    tile = tile + blocks // CL
                 if tma_store:
-                    store_boxes()
-                else:
-                    if residual:
-                        add_residual(0, BO // 8)
-                    store_direct()
-                tile = tile + blocks // CL
-            if tma_store:
-                if tx % WG == 0:
-                    T.ptx["cp.async.bulk.wait_group"](0)
-        if clustered:                   # no block may leave while its peer still writes to it
-            T.ptx["barrier.cluster.arrive"]()
-            T.ptx["barrier.cluster.wait"]()
+                    if tx % WG == 0:
+                        T.ptx["cp.async.bulk.wait_group"](0)
+            if clustered:                   # no block may leave while its peer still writes to it
+                T.ptx["barrier.cluster.arrive"]()
+                T.ptx["barrier.cluster.wait"]()
 
-    return finish(entry(body, N, K, OUT, dtype, out_dtype, bias, residual), name, dependent_launch, CL)
+    return body
+
+
+def gemm_many(N: int, K: int, dtype: str, out_dtype: str, *, name: str = "gemm_many", **options):
+    """PrimFunc around many_body, which documents the options."""
+    body = many_body(N, K, dtype, out_dtype, **options)
+    return linear_func(body, N, K, dtype, out_dtype, name, **options)

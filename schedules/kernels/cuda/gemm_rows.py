@@ -12,7 +12,7 @@ their partial sums meet in shared memory and are added in a fixed order.
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.common import entry, finish, mma_name, silu
+from relaxpack.schedules.kernels.cuda.common import device, linear_func, mma_name, silu
 from tvm.script import tirx as T
 
 CHUNK = 64                     # values of K a warp takes at a time: 128 bytes of each weight row
@@ -20,10 +20,10 @@ LOAD_WEIGHT = "ld.global.nc.L1::no_allocate.L2::256B.v4.b32"
 LOAD_X = "ld.global.v4.b32"
 
 
-def gemm_rows(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 8, strips: int = 1, warps: int = 8,
+def rows_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 8, strips: int = 1, warps: int = 8,
               unroll: int = 2, bias: bool = False, residual: bool = False, swiglu: bool = False,
-              dependent_launch: bool = False, name: str = "gemm_rows"):
-    """PrimFunc over x `[t, K]`, weight `[N, K]`, [bias f32 `[N]`], [residual `[t, N]`] → y `[t, N]` (`[t, N/2]` with
+              dependent_launch: bool = False):
+    """Inline over x `[t, K]`, weight `[N, K]`, [bias f32 `[N]`], [residual `[t, N]`] → y `[t, N]` (`[t, N/2]` with
     swiglu, where rows come in blocks of 8 gate rows, then their 8 up rows).
 
     columns: rows of x per block (multiple of 8); strips: blocks of 16 weight rows per warp; unroll: chunks in flight."""
@@ -61,77 +61,83 @@ def gemm_rows(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 8, s
 
     @T.inline
     def body(x, weight, bias_buffer, residual_buffer, y, t):
-        T.device_entry()
-        bx, by = T.cta_id([T.int32(-(-N // BM)), T.Cast("int32", T.ceildiv(t, columns))])
-        wid = T.warp_id([W])
-        tx = T.thread_id([THREADS])
-        lane = T.meta_var(tx % 32)
-        g = T.meta_var(lane // 4)
-        q = T.meta_var(lane % 4)
-        pool = T.SMEMPool()
-        partial = pool.alloc((W, columns * PITCH), "float32", align=16)
-        pool.commit()
-        w = T.alloc_buffer((REG_W,), "uint32", scope="local")
-        v = T.alloc_buffer((REG_X,), "uint32", scope="local")
-        acc = T.alloc_buffer((ACC,), "float32", scope="local")
-        total = T.alloc_buffer((2,), "float32", scope="local")
-        rows = T.meta_var(T.Cast("int32", t))
-        for i in T.unroll(ACC):
-            acc[i] = T.float32(0)
-        for r in T.serial(rounds):
-            for u in T.unroll(U):
-                chunk = T.meta_var((r * U + u) * W + wid)
-                for s in T.unroll(strips):
-                    for h in T.unroll(2):           # rows g and g + 8 of the strip
-                        for j in T.unroll(2):       # halves of the chunk
-                            k = T.meta_var(chunk * CHUNK + j * 32 + q * 8)
-                            o = T.meta_var(u * (strips * 16) + s * 16 + h * 8 + j * 4)
-                            n = T.meta_var(bx * BM + s * 16 + h * 8 + g)
-                            row = T.meta_var(n if full_rows else T.min(n, N - 1))
-                            if exact:
-                                T.ptx[LOAD_WEIGHT](w[o], w[o + 1], w[o + 2], w[o + 3], weight.ptr_to([row, k]))
-                            else:
-                                for e in T.unroll(4):
-                                    w[o + e] = T.uint32(0)
-                                if k < K:
-                                    T.ptx[LOAD_WEIGHT](w[o], w[o + 1], w[o + 2], w[o + 3], weight.ptr_to([row, k]))
-            if dependent_launch:
-                if r == 0:
-                    T.ptx["griddepcontrol.wait"]()
-                    T.ptx["griddepcontrol.launch_dependents"]()
-            for u in T.unroll(U):
-                chunk = T.meta_var((r * U + u) * W + wid)
-                for c in T.unroll(NT):
-                    for j in T.unroll(2):
-                        k = T.meta_var(chunk * CHUNK + j * 32 + q * 8)
-                        m = T.meta_var(by * columns + c * 8 + g)
-                        o = T.meta_var((c * 2 + j) * 4)
-                        for e in T.unroll(4):
-                            v[o + e] = T.uint32(0)
-                        if T.And(m < rows, T.bool(True) if exact else k < K):
-                            T.ptx[LOAD_X](v[o], v[o + 1], v[o + 2], v[o + 3], x.ptr_to([m, k]))
-                for j in T.unroll(2):
+        with device():
+            bx, by = T.cta_id([T.int32(-(-N // BM)), T.Cast("int32", T.ceildiv(t, columns))])
+            wid = T.warp_id([W])
+            tx = T.thread_id([THREADS])
+            lane = T.meta_var(tx % 32)
+            g = T.meta_var(lane // 4)
+            q = T.meta_var(lane % 4)
+            pool = T.SMEMPool()
+            partial = pool.alloc((W, columns * PITCH), "float32", align=16)
+            pool.commit()
+            w = T.alloc_buffer((REG_W,), "uint32", scope="local")
+            v = T.alloc_buffer((REG_X,), "uint32", scope="local")
+            acc = T.alloc_buffer((ACC,), "float32", scope="local")
+            total = T.alloc_buffer((2,), "float32", scope="local")
+            rows = T.meta_var(T.Cast("int32", t))
+            for i in T.unroll(ACC):
+                acc[i] = T.float32(0)
+            for r in T.serial(rounds):
+                for u in T.unroll(U):
+                    chunk = T.meta_var((r * U + u) * W + wid)
                     for s in T.unroll(strips):
-                        a = T.meta_var(u * (strips * 16) + s * 16 + j * 4)
-                        for c in T.unroll(NT):
-                            d = T.meta_var((s * NT + c) * 4)
-                            for p in T.unroll(2):
-                                T.ptx[MMA](acc[d], acc[d + 1], acc[d + 2], acc[d + 3],
-                                           w[a + p * 2], w[a + 8 + p * 2], w[a + p * 2 + 1], w[a + 8 + p * 2 + 1],
-                                           v[(c * 2 + j) * 4 + p * 2], v[(c * 2 + j) * 4 + p * 2 + 1],
-                                           acc[d], acc[d + 1], acc[d + 2], acc[d + 3])
-        for s in T.unroll(strips):
-            for c in T.unroll(NT):
-                for e in T.unroll(4):               # e: row g + 8 * (e // 2), column 2 q + e % 2
-                    partial[wid, (c * 8 + q * 2 + e % 2) * PITCH + s * 16 + e // 2 * 8 + g] = (
-                        acc[(s * NT + c) * 4 + e])
-        T.cuda.cta_sync()
-        for i in T.serial(-(-columns * BO // THREADS)):
-            item = T.meta_var(i * THREADS + tx)
-            m = T.meta_var(by * columns + item // BO)
-            f = T.meta_var(item % BO)               # output feature inside the block
-            if item < columns * BO:
-                if T.And(m < rows, bx * BO + f < OUT):
-                    store(partial, bias_buffer, residual_buffer, y, total, bx, m, item // BO, f)
+                        for h in T.unroll(2):           # rows g and g + 8 of the strip
+                            for j in T.unroll(2):       # halves of the chunk
+                                k = T.meta_var(chunk * CHUNK + j * 32 + q * 8)
+                                o = T.meta_var(u * (strips * 16) + s * 16 + h * 8 + j * 4)
+                                n = T.meta_var(bx * BM + s * 16 + h * 8 + g)
+                                row = T.meta_var(n if full_rows else T.min(n, N - 1))
+                                if exact:
+                                    T.ptx[LOAD_WEIGHT](w[o], w[o + 1], w[o + 2], w[o + 3], weight.ptr_to([row, k]))
+                                else:
+                                    for e in T.unroll(4):
+                                        w[o + e] = T.uint32(0)
+                                    if k < K:
+                                        T.ptx[LOAD_WEIGHT](w[o], w[o + 1], w[o + 2], w[o + 3], weight.ptr_to([row, k]))
+                if dependent_launch:
+                    if r == 0:
+                        T.ptx["griddepcontrol.wait"]()
+                        T.ptx["griddepcontrol.launch_dependents"]()
+                for u in T.unroll(U):
+                    chunk = T.meta_var((r * U + u) * W + wid)
+                    for c in T.unroll(NT):
+                        for j in T.unroll(2):
+                            k = T.meta_var(chunk * CHUNK + j * 32 + q * 8)
+                            m = T.meta_var(by * columns + c * 8 + g)
+                            o = T.meta_var((c * 2 + j) * 4)
+                            for e in T.unroll(4):
+                                v[o + e] = T.uint32(0)
+                            if T.And(m < rows, T.bool(True) if exact else k < K):
+                                T.ptx[LOAD_X](v[o], v[o + 1], v[o + 2], v[o + 3], x.ptr_to([m, k]))
+                    for j in T.unroll(2):
+                        for s in T.unroll(strips):
+                            a = T.meta_var(u * (strips * 16) + s * 16 + j * 4)
+                            for c in T.unroll(NT):
+                                d = T.meta_var((s * NT + c) * 4)
+                                for p in T.unroll(2):
+                                    T.ptx[MMA](acc[d], acc[d + 1], acc[d + 2], acc[d + 3],
+                                               w[a + p * 2], w[a + 8 + p * 2], w[a + p * 2 + 1], w[a + 8 + p * 2 + 1],
+                                               v[(c * 2 + j) * 4 + p * 2], v[(c * 2 + j) * 4 + p * 2 + 1],
+                                               acc[d], acc[d + 1], acc[d + 2], acc[d + 3])
+            for s in T.unroll(strips):
+                for c in T.unroll(NT):
+                    for e in T.unroll(4):               # e: row g + 8 * (e // 2), column 2 q + e % 2
+                        partial[wid, (c * 8 + q * 2 + e % 2) * PITCH + s * 16 + e // 2 * 8 + g] = (
+                            acc[(s * NT + c) * 4 + e])
+            T.cuda.cta_sync()
+            for i in T.serial(-(-columns * BO // THREADS)):
+                item = T.meta_var(i * THREADS + tx)
+                m = T.meta_var(by * columns + item // BO)
+                f = T.meta_var(item % BO)               # output feature inside the block
+                if item < columns * BO:
+                    if T.And(m < rows, bx * BO + f < OUT):
+                        store(partial, bias_buffer, residual_buffer, y, total, bx, m, item // BO, f)
 
-    return finish(entry(body, N, K, OUT, dtype, out_dtype, bias, residual), name, dependent_launch, grid="xy")
+    return body
+
+
+def gemm_rows(N: int, K: int, dtype: str, out_dtype: str, *, name: str = "gemm_rows", **options):
+    """PrimFunc around rows_body, which documents the options."""
+    body = rows_body(N, K, dtype, out_dtype, **options)
+    return linear_func(body, N, K, dtype, out_dtype, name, grid="xy", **options)

@@ -1,79 +1,167 @@
 """Which CUDA kernel multiplies which shape: from a LinearSpec to the stages of one matmul. The kernels themselves are one
-file each; the numbers here come from benchmarks/gpu/kernels_matmul.py and say so in docs/kernels_cuda.md.
+file each; the rules here come from benchmarks/gpu/kernels_matmul.py on an H200 and docs/kernels_cuda.md says how.
+
+A spec with `max_rows` gets one kernel for exactly that bucket, launched dependently (the next kernel starts to fetch its
+weights while this one drains). Without it, one PrimFunc holds kernels for several row counts and the host picks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from relaxpack.kernel_spec import Kernel, LinearSpec, Stage
+from relaxpack.schedules.kernels.cuda.common import by_rows, linear_func
 from relaxpack.schedules.kernels.cuda.dequantize import dequantize
-from relaxpack.schedules.kernels.cuda.gemm_few import gemm_few
-from relaxpack.schedules.kernels.cuda.gemm_many import gemm_many
-from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
+from relaxpack.schedules.kernels.cuda.gemm_few import few_body
+from relaxpack.schedules.kernels.cuda.gemm_many import many_body
+from relaxpack.schedules.kernels.cuda.gemm_rows import rows_body
 from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
+from relaxpack.schedules.kernels.cuda.gemm_tiles import tiles_body
 from relaxpack.schedules.kernels.cuda.packing import weight_layout
 
 MULTIPROCESSORS = 132
-ROWS_LIMIT = 8            # up to here the register kernel reads weights as fast as memory gives them
+FILL = 96                       # blocks that are enough for gemm_few: the rest of the chip starts the next kernel
+UNPACK_ROWS = 64                # from here on a quantised weight is unpacked once before the product
+EVERY = 1 << 40                 # larger than any row count
+DECODE_ROWS = (8, 32, 128, EVERY)
+PREFILL_ROWS = (32, 64, 128, 256, 512, 1024, 2048, EVERY)
+GENERIC_ROWS = (16, EVERY)
+
+# family → body maker, and the grid its launch parameters need
+FAMILIES: dict[str, tuple[Callable[..., Any], str]] = {
+    "gemm_rows": (rows_body, "xy"), "gemm_few": (few_body, "x"), "gemm_many": (many_body, "x"),
+    "gemm_tiles": (tiles_body, "xy")}
+Plan = tuple[str, dict[str, int]]
 
 
 def linear(spec: LinearSpec, arch: str) -> Kernel:
-    """Stages for one matmul on `arch`. Without Hopper's instructions the register kernels serve every row count."""
+    """Stages for one matmul on `arch`. Without Hopper's instructions mma kernels serve every row count."""
     hopper = arch == "sm_90a"
-    rows = spec.max_rows if spec.max_rows is not None else (128 if spec.phase == "decode" else 1 << 20)
     if spec.weight.quantized:
-        return _quantized_many(spec) if hopper and rows > 64 and spec.phase == "prefill" else _quantized_few(spec, rows)
-    if not hopper or rows <= ROWS_LIMIT:
-        return _one(spec, gemm_rows, "gemm_rows", columns=_columns(rows, 16), warps=8,
-                    unroll=2)
-    return _few(spec, rows) if rows <= 128 else _many(spec)
+        return _quantized(spec, hopper, pdl=arch.startswith("sm_9") or arch.startswith("sm_1"))
+    plan = hopper_plan if hopper and _fits_tma(spec) else generic_plan
+    if spec.max_rows is not None:
+        return _one(spec, plan(spec.out_features, spec.in_features, spec.max_rows, spec.swiglu), hopper)
+    limits = GENERIC_ROWS if plan is generic_plan else DECODE_ROWS if spec.phase == "decode" else PREFILL_ROWS
+    return _several(spec, [(limit, plan(spec.out_features, spec.in_features, limit, spec.swiglu)) for limit in limits])
 
 
-def _columns(rows: int, most: int) -> int:
-    return min(most, -(-rows // 8) * 8)
+def _fits_tma(spec: LinearSpec) -> bool:
+    """Rows of y must be multiples of 16 bytes for vector and TMA stores."""
+    return spec.out_features % (16 if spec.swiglu else 8) == 0
 
 
-def _few(spec: LinearSpec, rows: int) -> Kernel:
-    n, k = spec.out_features, spec.in_features
-    consumers = 2 if n >= 16384 else 1
-    strips = -(-n // (64 * consumers))
-    split = 1
-    while split < 8 and strips * split < 1.5 * MULTIPROCESSORS and k // 64 // (split * 2) >= 4:
-        split *= 2
-    return _one(spec, gemm_few, "gemm_few", columns=_columns(rows, 128), consumers=consumers, split=split,
-                blocks_per_sm=1 if rows > 64 else 2)
+def generic_plan(n: int, k: int, rows: int, swiglu: bool) -> Plan:
+    """sm_80 and newer."""
+    return _rows_plan(n, k, rows) if rows <= 16 else ("gemm_tiles", {})
 
 
-def _many(spec: LinearSpec) -> Kernel:
+def hopper_plan(n: int, k: int, rows: int, swiglu: bool) -> Plan:
+    """Family and tiling for exactly `rows` rows (or up to them) of x, weights `[n, k]`."""
+    if rows <= 8 and n <= 4096:
+        return _rows_plan(n, k, rows)
+    if rows <= 128 or (rows <= 256 and k >= 8192):
+        return "gemm_few", few_tiling(n, k, rows)
+    return "gemm_many", many_tiling(n, rows, swiglu)
+
+
+def _rows_plan(n: int, k: int, rows: int) -> Plan:
+    warps = next(w for w in (16, 8, 4, 2, 1) if w * 2 * 64 <= max(k, 128))
+    return "gemm_rows", {"columns": 8 if rows <= 8 else 16, "warps": warps, "unroll": 2}
+
+
+def few_tiling(n: int, k: int, rows: int) -> dict[str, int]:
+    """Enough blocks to fill most of the chip: strips of 128 weight rows, then pieces of K."""
+    columns = min(128, -(-rows // 8) * 8) if rows <= 128 else 256
+    strips = -(-n // 128)
+    split = max(1, min(8, FILL // strips, k // 64 // 4))
+    share = 2 if rows > 32 and k >= 8192 and split <= 4 and strips > 1 and columns % 16 == 0 else 1
+    per_sm = 2 if strips > MULTIPROCESSORS and columns <= 64 else 1
+    return {"columns": columns, "consumers": 2, "split": split, "share": share, "blocks_per_sm": per_sm}
+
+
+def many_tiling(n: int, rows: int, swiglu: bool) -> dict[str, int]:
+    """Columns of a tile by waves of tiles over the chip; two blocks share the weights where rows are few."""
+    rows = min(rows, 4096)
+    if swiglu:
+        return {"tile_n": 128 if rows <= 2048 else 256, "cluster": 1}
+    options = [(tile_n, 2 if tile_n < 128 else 1) for tile_n in (96, 128, 192, 256)]
+
+    def cost(option: tuple[int, int]) -> float:
+        tile_n, cluster = option
+        tiles = -(-rows // (128 * cluster)) * cluster * -(-n // tile_n)
+        return -(-tiles // MULTIPROCESSORS) * (tile_n + 8)
+
+    tile_n, cluster = min(options, key=cost)
+    return {"tile_n": tile_n, "cluster": cluster}
+
+
+def _body(spec: LinearSpec, plan: Plan, **more: bool) -> Any:
+    family, options = plan
+    return FAMILIES[family][0](spec.out_features, spec.in_features, spec.activation_dtype, spec.out_dtype, bias=spec.bias,
+                               residual=spec.residual, swiglu=spec.swiglu, **options, **more)
+
+
+def _one(spec: LinearSpec, plan: Plan, hopper: bool) -> Kernel:
+    family, options = plan
+    more = {} if family == "gemm_tiles" or not hopper else {"dependent_launch": True}
+    cluster = {"gemm_few": options.get("split", 1) * options.get("share", 1), "gemm_many": options.get("cluster", 1)}
+    marks = "".join(f"_{key[:2]}{value}" for key, value in options.items())
+    return _kernel(spec, f"{family}{marks}", _body(spec, plan, **more), grid=FAMILIES[family][1],
+                   cluster=cluster.get(family, 1), **more)
+
+
+def _several(spec: LinearSpec, plans: list[tuple[int, Plan]]) -> Kernel:
+    """One PrimFunc for every row count; neighbours with equal plans are joined."""
+    joined = [entry for entry, after in zip(plans, [*plans[1:], None], strict=True)
+              if after is None or after[1] != entry[1]]
+    body = by_rows([(limit, _body(spec, plan)) for limit, plan in joined])
+    return _kernel(spec, f"gemm_any_{spec.phase}", body)
+
+
+def _kernel(spec: LinearSpec, family: str, body: Any, **launch: Any) -> Kernel:
+    name = _name(spec, family)
+    func = linear_func(body, spec.out_features, spec.in_features, spec.activation_dtype, spec.out_dtype, name,
+                       bias=spec.bias, residual=spec.residual, swiglu=spec.swiglu, **launch)
+    source = "_".join(family.split("_")[:2])
+    return Kernel((Stage(func, name, ("x", "weight", *_extras(spec)), ("y",)),), f"rule:cuda.{source}")
+
+
+def _quantized(spec: LinearSpec, hopper: bool, pdl: bool) -> Kernel:
+    rows = spec.max_rows if spec.max_rows is not None else (32 if spec.phase == "decode" else EVERY)
+    if rows > UNPACK_ROWS:
+        return _unpacked(spec, rows, hopper)
     n = spec.out_features
-    tile = 128 if n <= 4096 else 256
-    return _one(spec, gemm_many, "gemm_many", tile_n=tile)
-
-
-def _one(spec: LinearSpec, make: object, family: str, **options: int) -> Kernel:
-    name = _name(spec, family, options)
-    func = make(spec.out_features, spec.in_features, spec.activation_dtype, spec.out_dtype, bias=spec.bias,  # type: ignore[operator]
-                residual=spec.residual, swiglu=spec.swiglu, name=name, **options)
-    return Kernel((Stage(func, name, ("x", "weight", *_extras(spec)), ("y",)),), f"rule:cuda.{family}")
-
-
-def _quantized_few(spec: LinearSpec, rows: int) -> Kernel:
-    options = {"columns": _columns(rows, 16), "warps": 8}
-    name = _name(spec, "gemm_rows_quant", options)
-    func = gemm_rows_quant(spec.out_features, spec.in_features, spec.weight, spec.activation_dtype, spec.out_dtype,
-                           bias=spec.bias, residual=spec.residual, swiglu=spec.swiglu, name=name, **options)
+    if rows <= 8:
+        options = {"columns": 8, "warps": 16 if n <= 4096 else 8 if n <= 8192 else 4, "unroll": 2 if n <= 4096 else 4}
+    elif rows <= 16:
+        options = {"columns": 16, "warps": 8, "unroll": 2}
+    else:
+        options = {"columns": 32 if rows <= 32 else 64, "warps": 4, "unroll": 2, "strips": 2}
+    marks = "".join(f"_{key[:2]}{value}" for key, value in options.items())
+    name = _name(spec, f"gemm_rows_{spec.weight.name}{marks}")
+    func = gemm_rows_quant(n, spec.in_features, spec.weight, spec.activation_dtype, spec.out_dtype, bias=spec.bias,
+                           residual=spec.residual, swiglu=spec.swiglu, name=name,
+                           dependent_launch=pdl and spec.max_rows is not None, **options)
     return Kernel((Stage(func, name, ("x", *_buffers(spec), *_extras(spec)), ("y",)),), "rule:cuda.gemm_rows_quant")
 
 
-def _quantized_many(spec: LinearSpec) -> Kernel:
+def _unpacked(spec: LinearSpec, rows: int, hopper: bool) -> Kernel:
     """Unpack the weight once, then multiply: the unpacked copy is small against the work of many rows."""
     n, k, dtype = spec.out_features, spec.in_features, spec.activation_dtype
     name = f"dequantize_{spec.weight.name}_{n}x{k}_{dtype}"
     unpack = Stage(dequantize(n, k, spec.weight, dtype, name=name), name, _buffers(spec), ("plain",))
-    multiply = _many(spec)
+    plan = hopper_plan if hopper and _fits_tma(spec) else generic_plan
+    if spec.max_rows is not None:
+        multiply = _one(spec, plan(n, k, rows, spec.swiglu), hopper)
+    else:
+        limits = (128, 512, 2048, EVERY) if plan is hopper_plan else (EVERY,)
+        multiply = _several(spec, [(limit, plan(n, k, limit, spec.swiglu)) for limit in limits])
     (stage,) = multiply.stages
     inputs = tuple("plain" if name == "weight" else name for name in stage.inputs)
-    return Kernel((unpack, Stage(stage.func, stage.name, inputs, stage.outputs)), "rule:cuda.dequantize+gemm_many",
-                  {"plain": ((n, k), dtype)})
+    return Kernel((unpack, Stage(stage.func, stage.name, inputs, stage.outputs)),
+                  "rule:cuda.dequantize+" + multiply.source.removeprefix("rule:cuda."), {"plain": ((n, k), dtype)})
 
 
 def _buffers(spec: LinearSpec) -> tuple[str, ...]:
@@ -85,9 +173,7 @@ def _extras(spec: LinearSpec) -> tuple[str, ...]:
     return (*(["bias"] if spec.bias else []), *(["residual"] if spec.residual else []))
 
 
-def _name(spec: LinearSpec, family: str, options: dict[str, int]) -> str:
-    marks = "".join(f"_{key[:2]}{value}" for key, value in options.items())
-    weight = f"_{spec.weight.name}" if spec.weight.quantized and "quant" in family else ""
+def _name(spec: LinearSpec, family: str) -> str:
     flags = "".join(f"_{flag}" for flag in ("bias", "residual", "swiglu") if getattr(spec, flag))
     out = "_f32" if spec.out_dtype == "float32" else ""
-    return f"{family}{weight}_{spec.out_features}x{spec.in_features}_{spec.activation_dtype}{out}{flags}{marks}"
+    return f"{family}_{spec.out_features}x{spec.in_features}_{spec.activation_dtype}{out}{flags}"

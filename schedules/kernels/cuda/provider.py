@@ -57,7 +57,9 @@ class CudaKernels:
             (Stage(embedding(spec, name=name), name, ("token_ids", *buffers), ("y",)),), "rule:cuda.embedding"))
 
     def norm(self, spec: NormSpec) -> Kernel:
-        name = f"{'add_' if spec.residual else ''}rms_norm_{spec.hidden_size}_{spec.activation_dtype}"
+        epsilon = f"{spec.epsilon:g}".replace("-", "m").replace(".", "p").replace("+", "")
+        name = f"{'add_' if spec.residual else ''}rms_norm_{spec.hidden_size}_{spec.activation_dtype}_eps{epsilon}"
+        dependent = self.arch == "sm_90a"       # launched while the kernel before it still runs
         inputs = ("x", "residual", "weight") if spec.residual else ("x", "weight")
         outputs = ("total", "y") if spec.residual else ("y",)
         # An element is read before it is written, by the same thread.

@@ -1,0 +1,41 @@
+"""Every CUDA matmul family on the GPU: odd shapes, epilogues, dtypes and quantised formats against float64 with poisoned
+outputs, and twice the same bits. Where the machine has no compiler, RELAXPACK_GPU_KERNELS names a folder that
+`python -m benchmarks.gpu.kernels_matmul build FOLDER check chain` made elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if folder := os.environ.get("RELAXPACK_GPU_KERNELS"):
+        return Path(folder)
+    import relaxpack.tvm_setup as setup
+
+    if setup.runtime_only():
+        pytest.skip("no compiler here and RELAXPACK_GPU_KERNELS is not set")
+    from benchmarks.gpu.kernels_matmul import build
+
+    folder = tmp_path_factory.mktemp("kernels")
+    build(folder, ["check", "chain"])
+    return folder
+
+
+@pytest.mark.parametrize("group", ["check", "chain"])
+def test_kernels_against_float64(kernels: Path, group: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from benchmarks.gpu.kernels_matmul import run_group
+
+    run_group(kernels, group, tmp_path)
+    result = json.loads((tmp_path / f"matmul-{group}.json").read_text())
+    assert not result["failures"]
+    assert result["checks"]
+    bad = [c for c in result["checks"] if not c["ok"] or c.get("same_again") is False]
+    assert not bad, bad[:5]

@@ -1,0 +1,51 @@
+"""The rules that pick a CUDA matmul kernel: they fit the hardware's limits for every shape we know; no compiler."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from relaxpack.schedules.kernels.cuda.linear import few_tiling, generic_plan, hopper_plan, many_tiling
+
+# (N, K, swiglu) of the main models, and awkward small ones
+SHAPES = [(3072, 2048, False), (2048, 2048, False), (16384, 2048, True), (2048, 8192, False), (128256, 2048, False),
+          (6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (128256, 4096, False),
+          (4608, 3584, False), (3584, 3584, False), (37888, 3584, True), (3584, 18944, False), (152064, 3584, False),
+          (960, 576, False), (576, 576, False), (3072, 576, True), (576, 1536, False), (49152, 576, False),
+          (64, 64, False), (64, 64, True), (8, 8, False)]
+ROWS = [1, 2, 7, 8, 9, 16, 24, 32, 33, 64, 96, 128, 129, 256, 512, 2048, 1 << 40]
+
+
+@pytest.mark.parametrize(("n", "k", "swiglu"), SHAPES)
+def test_tilings_stay_within_the_limits(n, k, swiglu):
+    for rows in ROWS:
+        family, options = hopper_plan(n, k, rows, swiglu)
+        if family == "gemm_few":
+            assert options["columns"] % (8 * options["share"]) == 0 and options["columns"] <= 256
+            assert 1 <= options["split"] * options["share"] <= 8
+            assert options["split"] <= -(-k // 64), "every block of a cluster needs a piece of K"
+            assert rows > 256 or options["columns"] >= min(rows, 256)
+        elif family == "gemm_many":
+            assert options["tile_n"] % 32 == 0 and options["tile_n"] <= 256 and options["cluster"] in (1, 2)
+            assert not swiglu or options["tile_n"] % 64 == 0
+        else:
+            assert rows <= 8 and options["warps"] in (1, 2, 4, 8, 16)
+
+
+def test_small_matrices_are_split_along_k_to_fill_the_chip():
+    for n, k, blocks in ((2048, 8192, 96), (3072, 2048, 96), (4096, 4096, 96), (6144, 4096, 96)):
+        tiling = few_tiling(n, k, 16)
+        assert -(-n // 128) * tiling["split"] == blocks
+    assert few_tiling(28672, 4096, 16)["split"] == 1
+
+
+def test_tiles_follow_waves():
+    assert many_tiling(4096, 1024, False)["tile_n"] == 256      # 128 tiles: one wave
+    assert many_tiling(4096, 512, False)["tile_n"] == 128       # again 128 tiles
+    assert many_tiling(6144, 1024, False)["tile_n"] == 192      # 256 tiles: two waves
+
+
+def test_older_architectures_use_mma_kernels_only():
+    families = {generic_plan(n, k, rows, swiglu)[0] for (n, k, swiglu), rows in itertools.product(SHAPES, ROWS)}
+    assert families == {"gemm_rows", "gemm_tiles"}
