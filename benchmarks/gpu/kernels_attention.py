@@ -235,6 +235,22 @@ def check_distribution(lib: dev.Library) -> None:
         require(chi < 60 and hits[~keep].sum() == 0, f"{name} {setting}: chi-squared {chi:.1f}")
 
 
+def sanitize(lib: dev.Library) -> None:
+    """Every kernel once on small inputs; run it under compute-sanitizer."""
+    for name, lengths, queries in (("decode.d64_p16", [1, 16, 17, 300, 0], None), ("decode.d128_p8", [129, 5], None),
+                                   ("prefill.d128_p8", [140, 300], [140, 20]), ("prefill.d96_p16_w", [140, 300], [140, 20])):
+        case = dev.PagedCase(lib.spec(name), lengths, queries)
+        lib.prepare(name, case.buffers(1))()
+        torch.cuda.synchronize()
+        require(bool(torch.isfinite(case.y).all()), name)
+    for name in ("rope.norm", "rope.f16"):
+        lib.prepare(name, rope_buffers(lib.spec(name), 5))()
+    logits = torch.randn((4, 5003), device=dev.DEVICE) * 3
+    rows: list[dict[str, Any]] = [dict(temperature=0), {}, dict(top_k=40, top_p=0.9, counts_row=1), dict(top_p=0.95, temperature=9.0)]
+    lib.prepare("sample.5003c", sampling_buffers(5003, rows, logits, True))()
+    torch.cuda.synchronize()
+
+
 # times
 
 def read_bandwidth() -> float:
@@ -338,13 +354,13 @@ def main() -> int:
     parts = args.only.split(",")
     start = time.time()
     lib = dev.Library(args.folder)
-    ceiling = read_bandwidth()
+    ceiling = read_bandwidth() if parts != ["sanitize"] else 0.0
     print(f"{torch.cuda.get_device_name()}: read {ceiling / 1e12:.2f} TB/s")
     steps = {"check_rope": lambda: check_rope(lib), "check_sample": lambda: check_sampling(lib),
              "check_decode": lambda: check_attention(lib, "decode", ""),
              "check_mma": lambda: check_attention(lib, "prefill", "mma"),
              "check_hopper": lambda: check_attention(lib, "prefill", "hopper"),
-             "decode": lambda: time_decode(lib, ceiling, args.quick), "prefill": lambda: time_prefill(lib, args.quick),
+             "sanitize": lambda: sanitize(lib), "decode": lambda: time_decode(lib, ceiling, args.quick), "prefill": lambda: time_prefill(lib, args.quick),
              "rope": lambda: time_rope(lib, ceiling), "sample": lambda: time_sampling(lib)}
     for part in parts:
         try:

@@ -16,7 +16,8 @@ from typing import Any
 from tests.helpers import cuda_harness
 from relaxpack.kernel_spec import AttentionSpec, Kernel, SamplingSpec
 from relaxpack.schedules.kernels.cuda.attention_decode import DecodeTuning, decode_attention
-from relaxpack.schedules.kernels.cuda.attention_prefill import PrefillTuning, prefill_attention
+from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
+from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import HopperTuning
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.sampling import sample
 
@@ -36,13 +37,13 @@ SMALL = {
 }
 
 
-def builds(tune: bool) -> dict[str, tuple[Any, Kernel]]:
+def builds(tune: bool, mma: bool = True) -> dict[str, tuple[Any, Kernel]]:
     """Name → (spec, kernel). With `tune` also the variants of the search spaces worth timing."""
     found: dict[str, tuple[Any, Kernel]] = {}
     for name, s in {**SMALL, "8b": LLAMA_8B, "1b": LLAMA_1B, "7b": QWEN_7B}.items():
         found[f"decode.{name}"] = s, decode_attention(s)
         found[f"prefill.{name}"] = s, prefill_attention(s)
-        if name in SMALL:                                  # the version for other architectures, on this one
+        if name in SMALL and mma:                                  # the version for other architectures, on this one
             found[f"prefill.{name}@mma"] = s, prefill_attention(s, "sm_90")
     for name, s in (("8b", LLAMA_8B), ("norm", spec(8, 2, 128, norm=1e-6)), ("partial", spec(4, 2, 96, rotary_dim=32)),
                     ("f16", spec(4, 1, 64, 64, 160, "float16", rotary_dim=24))):
@@ -50,22 +51,23 @@ def builds(tune: bool) -> dict[str, tuple[Any, Kernel]]:
     found["sample.128256"] = SamplingSpec(128256), sample(SamplingSpec(128256))
     found["sample.5003c"] = SamplingSpec(5003, True), sample(SamplingSpec(5003, True))
     if tune:
-        sms = 132
-        for warps, stages, per in ((4, 2, 3), (4, 4, 1), (8, 2, 1), (4, 3, 1)):
-            found[f"decode.8b@w{warps}s{stages}x{per}"] = LLAMA_8B, decode_attention(
-                LLAMA_8B, "sm_90a", DecodeTuning(warps, stages, sms * per))
-        for warps, rows, keys in ((4, 2, 32), (8, 1, 64), (4, 2, 64)):
-            found[f"prefill.8b@w{warps}r{rows}k{keys}"] = LLAMA_8B, prefill_attention(
-                LLAMA_8B, "sm_90a", PrefillTuning(warps, rows, keys))
+        for stages, per, tiles, warps in ((3, 2, 1, 4), (2, 2, 1, 4), (2, 3, 2, 2), (3, 2, 2, 2)):
+            found[f"decode.8b@w{warps}s{stages}k{tiles}x{per}"] = LLAMA_8B, decode_attention(
+                LLAMA_8B, "sm_90a", DecodeTuning(warps, stages, 132 * per, tiles))
+        for stages, per, tiles, warps in ((3, 4, 1, 4), (2, 4, 1, 4), (3, 2, 2, 4)):
+            found[f"decode.1b@w{warps}s{stages}k{tiles}x{per}"] = LLAMA_1B, decode_attention(
+                LLAMA_1B, "sm_90a", DecodeTuning(warps, stages, 132 * per, tiles))
+        found["prefill.8b@mma"] = LLAMA_8B, prefill_attention(LLAMA_8B, "sm_90")
+        found["prefill.8b@free"] = LLAMA_8B, prefill_attention(LLAMA_8B, "sm_90a", HopperTuning(ping_pong=False))
     return found
 
 
-def build(folder: Path, arch: str, tune: bool, only: str = "") -> None:
+def build(folder: Path, arch: str, tune: bool, mma: bool = True, only: str = "") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     funcs: dict[str, Any] = {}
     manifest: dict[str, Any] = {"arch": arch, "kernels": {}}
-    for name, (s, kernel) in builds(tune).items():
+    for name, (s, kernel) in builds(tune, mma).items():
         if only and only not in name:
             continue
         stages = []
@@ -86,6 +88,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--no-mma", action="store_true", help="leave out prefill for other architectures")
     parser.add_argument("--only", default="")
     args = parser.parse_args()
-    build(args.folder, args.arch, args.tune, args.only)
+    build(args.folder, args.arch, args.tune, not args.no_mma, args.only)

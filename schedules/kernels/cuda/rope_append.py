@@ -20,7 +20,7 @@ THREADS = 128
 
 def chunk_width(head_dim: int, rotary_dim: int) -> int:
     """Elements of one chunk: the widest vector both halves of the rotated and of the plain part divide into."""
-    for width in (8, 4, 2):
+    for width in (8, 4, 2) if rotary_dim % 2 == 0 and head_dim % 2 == 0 else ():
         if rotary_dim // 2 % width == 0 and (head_dim - rotary_dim) // 2 % width == 0:
             return width
     raise CompileError(f"rope_append: head_dim {head_dim} with rotary_dim {rotary_dim} needs both halves even")
@@ -44,6 +44,7 @@ def _function(spec: AttentionSpec) -> Any:
     act, kv = spec.activation_dtype, spec.kv_dtype
     NORM = spec.qk_norm_epsilon is not None
     EPS = float(spec.qk_norm_epsilon or 0.0)
+    TABLE = 4 if V % 4 == 0 and HALF % 4 == 0 else 2         # f32 of one load from the table
     LOAD = "ld.global.nc.b32" if W == 1 else f"ld.global.nc.v{W}.b32"
     STORE = "st.global.b32" if W == 1 else f"st.global.v{W}.b32"
     PACK_Q, PACK_KV = pack(act), pack(kv)
@@ -53,6 +54,9 @@ def _function(spec: AttentionSpec) -> Any:
 
     def load(words: Any, first: int, source: Any) -> Any:
         return T.ptx[LOAD](*[words[first + i] for i in range(W)], source)
+
+    def load_table(words: Any, i: Any, source: Any) -> Any:
+        return T.ptx[f"ld.global.nc.v{TABLE}.b32"](*[words[TABLE * i + j] for j in range(TABLE)], source)
 
     def store(destination: Any, words: Any, first: int) -> Any:
         return T.ptx[STORE](destination, *[words[first + i] for i in range(W)])
@@ -101,10 +105,9 @@ def _function(spec: AttentionSpec) -> Any:
         if live:
             if T.And(pair < ROTATED, head < H + KV):
                 place = T.Cast("int64", positions[row])
-                for i in T.unroll(V // 2):
-                    T.ptx["ld.global.nc.v2.b32"](cos[2 * i], cos[2 * i + 1], rope_table.ptr_to([place, pair * V + 2 * i]))
-                    T.ptx["ld.global.nc.v2.b32"](sin[2 * i], sin[2 * i + 1],
-                                                 rope_table.ptr_to([place, HALF + pair * V + 2 * i]))
+                for i in T.unroll(V // TABLE):
+                    load_table(cos, i, rope_table.ptr_to([place, pair * V + TABLE * i]))
+                    load_table(sin, i, rope_table.ptr_to([place, HALF + pair * V + TABLE * i]))
                 for i in T.unroll(V):
                     rotated = x[i] * T.cuda.uint_as_float(cos[i]) - x[V + i] * T.cuda.uint_as_float(sin[i])
                     x[V + i] = x[V + i] * T.cuda.uint_as_float(cos[i]) + x[i] * T.cuda.uint_as_float(sin[i])

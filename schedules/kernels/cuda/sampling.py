@@ -1,13 +1,15 @@
 """Sampling on the GPU: logits to token ids without a sort and without the host.
 
-Stage one (many blocks a row) finds the maximum, the softmax sum, bad values, the greedy choice and, for rows without a
-filter, the drawn token. Stage two (one block a row) combines these and, where top_k, top_p or min_p is set, finds the
-lowest kept logit by a radix search over the distance from the maximum: counts and probability masses per bin are
-integers, so the answer does not depend on the order of atomics. A draw is the largest of -distance + Gumbel noise over
-the kept tokens; noise comes from Philox4x32-10 with key (seed) and counter (token / 4, position).
+Stage one (many blocks a row) finds the maximum, the softmax sums, bad values, the greedy choice and, for rows without
+a filter, the drawn token. Stage two (one block a row) combines these and, where top_k, top_p or min_p is set, bounds
+how far a kept logit can lie from the maximum (from stage one's partial maxima and sums), collects the candidates within
+that distance and ranks them; more candidates than fit are narrowed by a radix search over the distance first. Counts
+and probability masses are integers, so the answer does not depend on the order of atomics. A draw is the largest of
+-distance + Gumbel noise over the kept tokens; noise comes from Philox4x32-10 with key (seed) and counter (token / 4,
+position).
 
-With a filter set, tokens less likely than e^-32 times the likeliest are never drawn. The floor is two to three reads
-of the logits from L2.
+With a filter set, tokens less likely than e^-32 times the likeliest are never drawn. The floor is two reads of the
+logits.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.kernel_spec import SAMPLING_COUNTERS, SAMPLING_SETTINGS, Kernel, SamplingSpec, Stage
-from relaxpack.schedules.kernels.cuda.fragments import EXP2, LOG2_E, finish, shuffle, shuffle_up, shuffle_xor
+from relaxpack.schedules.kernels.cuda.fragments import EXP2, FULL_MASK, LOG2_E, finish, shuffle, shuffle_up, shuffle_xor
 from tvm.script import tirx as T
 
-SCAN_THREADS, SCAN_VECTORS = 256, 2          # 2048 logits a block in stage one
+SCAN_THREADS, SCAN_VECTORS = 256, 4          # 4096 logits a block in stage one
+TOPS = SCAN_THREADS // 16                    # maxima of 256 logits each that stage one leaves for stage two
 THREADS, VECTORS = 512, 4                    # 8192 logits a round in stage two
 BINS, CANDIDATES = 2048, 4096
 KEY_BITS, KEY_SCALE = 31, float(1 << 26)     # key = distance * 2^26, distance < 32
 DISTANCE_LIMIT = 31.999
-MASS_SCALE = float(1 << 31)
+MASS_BITS, MASS_HALF = 28, 14                # mass = e^-distance * 2^28; sums of its halves fit 32 bits (V < 2^18)
 IN_PROMPT = 1 << 30
 PHILOX = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85)
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(len(SAMPLING_SETTINGS))
@@ -38,7 +41,8 @@ def scan_blocks(vocab_size: int) -> int:
 def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
     V, MASKED = spec.vocab_size, spec.constrained
     WORDS, BLOCKS = -(-V // 32), scan_blocks(spec.vocab_size)
-    WIDE, WARPS, PER = V % 4 == 0, THREADS // 32, BINS // THREADS
+    WIDE, WARPS, PER, SCAN_WARPS = V % 4 == 0, THREADS // 32, BINS // THREADS, SCAN_THREADS // 32
+    MAXIMA = BLOCKS * TOPS
 
     @T.inline
     def philox(word, key, first, position, seed_low, seed_high):
@@ -122,11 +126,15 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
                 total = other_total + T.if_then_else(peak > T.float32("-inf"), total * T.exp(peak - other_peak),
                                                      T.float32(0))
                 peak = other_peak
+    def filtered(settings: Any, counters: Any, row: Any) -> Any:
+        return T.Or(counters[row, TOP_K] > 0, T.Or(settings[row, TOP_P] < T.float32(1),
+                                                   settings[row, MIN_P] > T.float32(0)))
+
     @T.inline
-    def scan(logits, settings, counters, counts, allowed, sums, picks, part, row, tx):
+    def scan(logits, settings, counters, counts, allowed, sums, picks, tops, part, row, tx):
         pool = T.SMEMPool()
-        shared_f = pool.alloc((4, SCAN_THREADS // 32), "float32", align=16)
-        shared_i = pool.alloc((3, SCAN_THREADS // 32), "int32", align=16)
+        shared_f = pool.alloc((5, SCAN_WARPS), "float32", align=16)
+        shared_i = pool.alloc((3, SCAN_WARPS), "int32", align=16)
         pool.commit()
         lane = T.meta_var(tx % 32)
         warp = T.meta_var(tx // 32)
@@ -137,6 +145,7 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
         peak: T.float32                       # of the raw logits
         total: T.float32
         best: T.float32                       # of the adjusted logits
+        mass: T.float32
         best_token: T.int32
         score: T.float32                      # of adjusted logits plus noise
         score_token: T.int32
@@ -144,6 +153,7 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
         counts_row: T.int32
         scale: T.float32
         noisy: T.int32
+        narrow: T.int32
         value: T.float32
         noise: T.float32
         other: T.int32
@@ -151,23 +161,29 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
         counts_row = counters[row, COUNTS_ROW]
         scale = T.if_then_else(settings[row, TEMPERATURE] > T.float32(0), T.float32(1) / settings[row, TEMPERATURE],
                                T.float32(1))
-        noisy = T.if_then_else(T.And(T.And(settings[row, TEMPERATURE] > T.float32(0), counters[row, TOP_K] <= 0),
-                                     T.And(settings[row, TOP_P] >= T.float32(1), settings[row, MIN_P] <= T.float32(0))),
-                               1, 0)
+        narrow = T.if_then_else(T.And(settings[row, TEMPERATURE] > T.float32(0), filtered(settings, counters, row)), 1, 0)
+        noisy = T.if_then_else(T.And(settings[row, TEMPERATURE] > T.float32(0), narrow == 0), 1, 0)
         for j in T.unroll(SCAN_VECTORS):
             load4(x, seen, logits, counts, row, counts_row,
                   ((part * SCAN_VECTORS + j) * SCAN_THREADS + tx) * 4, j * 4)
+        # raw logits: maximum, sum, anything that is not a number
         peak = T.float32("-inf")
         bad = 0
         for i in T.unroll(4 * SCAN_VECTORS):
             peak = T.max(peak, x[i])
             bad = bad | T.if_then_else(T.And((T.cuda.float_as_uint(x[i]) & T.uint32(0x7F800000)) == T.uint32(0x7F800000),
                                              T.cuda.float_as_uint(x[i]) != T.uint32(0xFF800000)), 1, 0)
+        bad = T.Cast("int32", T.cuda.ballot_sync(T.uint32(FULL_MASK), bad))
+        for i in T.unroll(5):
+            peak = T.max(peak, shuffle_xor(peak, 1 << i))
         total = T.float32(0)
         if peak > T.float32("-inf"):
             for i in T.unroll(4 * SCAN_VECTORS):
                 T.ptx[EXP2](value, (x[i] - peak) * T.float32(LOG2_E))
                 total = total + value
+        for i in T.unroll(5):
+            total = total + shuffle_xor(total, 1 << i)
+        # adjusted logits: maximum and its lowest token, the draw
         best = T.float32("-inf")
         best_token = V
         score = T.float32("-inf")
@@ -181,32 +197,44 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
                 if value > T.float32("-inf"):
                     adjust(value, seen[j * 4 + i], first + i, row, settings, counters, allowed, scale)
                     better(best, best_token, value, first + i)
+                    x[j * 4 + i] = value
                     if noisy == 1:
                         gumbel(noise, word[i])
                         better(score, score_token, value + noise, first + i)
         for i in T.unroll(5):
-            value = shuffle_xor(peak, 1 << i)
-            noise = shuffle_xor(total, 1 << i)
-            combine_sums(peak, total, value, noise)
             value = shuffle_xor(best, 1 << i)
             other = shuffle_xor(best_token, 1 << i)
             better(best, best_token, value, other)
-            value = shuffle_xor(score, 1 << i)
-            other = shuffle_xor(score_token, 1 << i)
-            better(score, score_token, value, other)
-            bad = bad | shuffle_xor(bad, 1 << i)
+            if i == 3:
+                if T.And(narrow == 1, lane % 16 == 0):
+                    tops[row, part * TOPS + warp * 2 + lane // 16] = best
+        if noisy == 1:
+            for i in T.unroll(5):
+                value = shuffle_xor(score, 1 << i)
+                other = shuffle_xor(score_token, 1 << i)
+                better(score, score_token, value, other)
+        mass = T.float32(0)
+        if T.And(narrow == 1, best > T.float32("-inf")):
+            for i in T.unroll(4 * SCAN_VECTORS):
+                T.ptx[EXP2](value, (x[i] - best) * T.float32(LOG2_E))
+                mass = mass + value
+            for i in T.unroll(5):
+                mass = mass + shuffle_xor(mass, 1 << i)
         if lane == 0:
             shared_f[0, warp] = peak
             shared_f[1, warp] = total
             shared_f[2, warp] = best
             shared_f[3, warp] = score
+            shared_f[4, warp] = mass
             shared_i[0, warp] = best_token
             shared_i[1, warp] = score_token
             shared_i[2, warp] = bad
         T.cuda.cta_sync()
         if tx == 0:
-            for w in T.unroll(SCAN_THREADS // 32 - 1):
+            value = best
+            for w in T.unroll(SCAN_WARPS - 1):
                 combine_sums(peak, total, shared_f[0, w + 1], shared_f[1, w + 1])
+                combine_sums(value, mass, shared_f[2, w + 1], shared_f[4, w + 1])
                 better(best, best_token, shared_f[2, w + 1], shared_i[0, w + 1])
                 better(score, score_token, shared_f[3, w + 1], shared_i[1, w + 1])
                 bad = bad | shared_i[2, w + 1]
@@ -214,19 +242,20 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
             sums[row, part, 1] = total
             sums[row, part, 2] = best
             sums[row, part, 3] = score
+            sums[row, part, 4] = mass
             picks[row, part, 0] = best_token
             picks[row, part, 1] = score_token
             picks[row, part, 2] = bad
-            picks[row, part, 3] = 0
 
     @T.inline
-    def pick(logits, settings, counters, counts, allowed, sums, picks, token_ids, logprobs, row, tx):
+    def pick(logits, settings, counters, counts, allowed, sums, picks, tops, token_ids, logprobs, row, tx):
         pool = T.SMEMPool()
         bin_count = pool.alloc((BINS,), "uint32", align=16)
         bin_low = pool.alloc((BINS,), "uint32", align=16)            # mass, low and high words
         bin_high = pool.alloc((BINS,), "uint32", align=16)
         list_key = pool.alloc((CANDIDATES,), "uint32", align=16)
         list_token = pool.alloc((CANDIDATES,), "int32", align=16)
+        maxima = pool.alloc((MAXIMA,), "float32", align=16)
         warp_mass = pool.alloc((WARPS,), "uint64", align=16)
         found_mass = pool.alloc((2,), "uint64", align=16)            # before the bin found, and its own
         warp_count = pool.alloc((WARPS,), "int32", align=16)
@@ -248,8 +277,11 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
         best_token: T.int32
         score: T.float32
         score_token: T.int32
+        norm: T.float32                       # sum of e^-distance over the row
         bad: T.int32
         token: T.int32
+        keep: T.int32
+        votes: T.uint32
         value: T.float32
         distance: T.float32
         noise: T.float32
@@ -261,7 +293,7 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
         item_key: T.uint32
         cut: T.uint32                         # largest key kept
         mass: T.uint32
-        old: T.uint32
+        old: T.uint32                         # one random word
         shift: T.uint32
         bin_mask: T.uint32
         prefix_shift: T.uint32
@@ -280,28 +312,27 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
         all_count: T.int32
         all_mass: T.uint64
         kept_mass: T.uint64
+        passed_mass: T.uint64
+        min_cut: T.uint32
         target: T.uint64
         passed: T.uint64
         amount: T.uint64
+
+        @T.inline
+        def weigh():
+            T.ptx[EXP2](noise, distance * T.float32(-LOG2_E))
+            mass = T.Cast("uint32", noise * T.float32(1 << MASS_BITS) + T.float32(0.5))
 
         @T.inline
         def visit(kind):
             # one token within reach: item_key, distance and index are set
             if kind == "histogram":
                 if T.And(item_key <= cut, (item_key >> prefix_shift) == prefix):
-                    T.ptx[EXP2](noise, distance * T.float32(-LOG2_E))
-                    mass = T.Cast("uint32", noise * T.float32(MASS_SCALE) + T.float32(0.5))
-                    base_bin = T.meta_var(T.Cast("int32", (item_key >> shift) & bin_mask))
-                    other = base_bin
+                    weigh()
+                    other = T.Cast("int32", (item_key >> shift) & bin_mask)
                     T.cuda.atomic_add(bin_count.ptr_to([other]), T.uint32(1))
-                    old = T.cuda.atomic_add(bin_low.ptr_to([other]), mass)
-                    if old + mass < mass:
-                        T.cuda.atomic_add(bin_high.ptr_to([other]), T.uint32(1))
-            elif kind == "gather":
-                if item_key <= cut:
-                    other = T.cuda.atomic_add(found.ptr_to([3]), T.int32(1))
-                    list_key[other] = item_key
-                    list_token[other] = index
+                    T.cuda.atomic_add(bin_low.ptr_to([other]), mass & T.uint32((1 << MASS_HALF) - 1))
+                    T.cuda.atomic_add(bin_high.ptr_to([other]), mass >> T.uint32(MASS_HALF))
             elif item_key <= cut:
                 philox(word, key, index, counters[row, POSITION], counters[row, SEED_LOW], counters[row, SEED_HIGH])
                 old = T.if_then_else(index % 4 < 2, T.if_then_else(index % 4 == 0, word[0], word[1]),
@@ -318,14 +349,37 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
                 for j in T.unroll(VECTORS):
                     for i in T.unroll(4):
                         value = x[j * 4 + i]
+                        keep = 0
                         if value > T.float32("-inf"):
                             index = base + (j * THREADS + tx) * 4 + i
                             adjust(value, seen[j * 4 + i], index, row, settings, counters, allowed, scale)
                             distance = best - value
                             if distance < T.float32(DISTANCE_LIMIT):
                                 item_key = T.Cast("uint32", distance * T.float32(KEY_SCALE))
-                                visit(kind)
+                                if kind == "gather":
+                                    keep = T.if_then_else(item_key <= cut, 1, 0)
+                                else:
+                                    visit(kind)
+                        if kind == "gather":
+                            votes = T.cuda.ballot_sync(T.uint32(FULL_MASK), keep)
+                            if votes != T.uint32(0):
+                                if lane == 0:
+                                    other = T.cuda.atomic_add(found.ptr_to([3]), T.Cast("int32", T.popcount(votes)))
+                                other = shuffle(other, 0) + T.Cast("int32", T.popcount(
+                                    votes & ((T.uint32(1) << T.Cast("uint32", lane)) - T.uint32(1))))
+                                if T.And(keep == 1, other < CANDIDATES):
+                                    list_key[other] = item_key
+                                    list_token[other] = index
                 base = base + THREADS * VECTORS * 4
+
+        @T.inline
+        def gather():
+            # candidates with a key up to `cut` → the list; `items` counts them, also those that did not fit
+            sweep("gather")
+            T.cuda.cta_sync()
+            items = found[3]
+            from_list = T.if_then_else(items <= CANDIDATES, 1, 0)
+            T.cuda.cta_sync()
 
         @T.inline
         def walk(kind):
@@ -352,13 +406,20 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
             T.cuda.cta_sync()
 
         @T.inline
+        def start_level(which):
+            # 11 bits, then 10 and 10: `prefix` are the bits above
+            shift = T.Cast("uint32", 20 - 10 * which)
+            bin_mask = T.if_then_else(which == 0, T.uint32(BINS - 1), T.uint32(1023))
+            prefix_shift = T.if_then_else(which == 0, T.uint32(KEY_BITS), T.Cast("uint32", 30 - 10 * which))
+
+        @T.inline
         def sum_bins():
             # before_*: what lies in the bins before this thread's; all_*: everything
             sum_count = 0
             sum_mass = T.uint64(0)
             for i in T.unroll(PER):
                 own_count[i] = T.Cast("int32", bin_count[tx * PER + i])
-                own_mass[i] = (T.Cast("uint64", bin_high[tx * PER + i]) << T.uint64(32)) + T.Cast(
+                own_mass[i] = (T.Cast("uint64", bin_high[tx * PER + i]) << T.uint64(MASS_HALF)) + T.Cast(
                     "uint64", bin_low[tx * PER + i])
                 sum_count = sum_count + own_count[i]
                 sum_mass = sum_mass + own_mass[i]
@@ -426,25 +487,32 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
             score = T.float32("-inf")
             score_token = V
             bad = 0
+            value = T.float32("-inf")
+            norm = T.float32(0)
             index = lane
             while index < BLOCKS:
                 combine_sums(peak, total, sums[row, index, 0], sums[row, index, 1])
+                combine_sums(value, norm, sums[row, index, 2], sums[row, index, 4])
                 better(best, best_token, sums[row, index, 2], picks[row, index, 0])
                 better(score, score_token, sums[row, index, 3], picks[row, index, 1])
                 bad = bad | picks[row, index, 2]
                 index = index + 32
             for i in T.unroll(5):
-                value = shuffle_xor(peak, 1 << i)
+                distance = shuffle_xor(value, 1 << i)
+                noise = shuffle_xor(norm, 1 << i)
+                combine_sums(value, norm, distance, noise)
+                distance = shuffle_xor(peak, 1 << i)
                 noise = shuffle_xor(total, 1 << i)
-                combine_sums(peak, total, value, noise)
-                value = shuffle_xor(best, 1 << i)
+                combine_sums(peak, total, distance, noise)
+                distance = shuffle_xor(best, 1 << i)
                 other = shuffle_xor(best_token, 1 << i)
-                better(best, best_token, value, other)
-                value = shuffle_xor(score, 1 << i)
+                better(best, best_token, distance, other)
+                distance = shuffle_xor(score, 1 << i)
                 other = shuffle_xor(score_token, 1 << i)
-                better(score, score_token, value, other)
+                better(score, score_token, distance, other)
                 bad = bad | shuffle_xor(bad, 1 << i)
             if lane == 0:
+                shared_f[3] = norm
                 shared_f[0] = peak
                 shared_f[1] = total
                 shared_f[2] = best
@@ -464,68 +532,133 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
         # (b) rows with a filter
         if settings[row, TEMPERATURE] <= T.float32(0):
             token = best_token
-        elif T.And(bad == 0, T.Or(counters[row, TOP_K] > 0, T.Or(settings[row, TOP_P] < T.float32(1),
-                                                                settings[row, MIN_P] > T.float32(0)))):
+        elif T.And(bad == 0, filtered(settings, counters, row)):
             scale = T.float32(1) / settings[row, TEMPERATURE]
-            cut = T.uint32((1 << KEY_BITS) - 1)
-            shift = T.uint32(20)
-            bin_mask = T.uint32(BINS - 1)
-            prefix_shift = T.uint32(KEY_BITS)
-            prefix = T.uint32(0)
+            norm = shared_f[3]
             from_list = 0
             items = 0
-            need_k = T.if_then_else(counters[row, TOP_K] > 0, 1, 0)
+            need_k = T.if_then_else(T.And(counters[row, TOP_K] > 0, counters[row, TOP_K] < V), 1, 0)
             need_p = T.if_then_else(settings[row, TOP_P] < T.float32(1), 1, 0)
-            if T.Or(need_k == 1, need_p == 1):
-                histogram()
-                sum_bins()
-                kept_mass = all_mass
-                need_k = T.if_then_else(T.And(need_k == 1, counters[row, TOP_K] < all_count), 1, 0)
-                if T.Or(need_k == 1, need_p == 1):
-                    by_mass = 1 - need_k
-                    if need_k == 1:
-                        target = T.Cast("uint64", counters[row, TOP_K])
-                    else:
-                        mass_target(kept_mass)
-                    select()
-                    if found[1] + found[2] <= CANDIDATES:
-                        cut = (T.Cast("uint32", found[0] + 1) << T.uint32(20)) - T.uint32(1)
-                        sweep("gather")
-                        T.cuda.cta_sync()
-                        items = found[3]
-                        from_list = 1
-                    step = 0
-                    while step < 2:
-                        by_mass = step
-                        if T.if_then_else(step == 0, need_k, need_p) == 1:
-                            if step == 1:
-                                mass_target(kept_mass)
-                            else:
-                                target = T.Cast("uint64", counters[row, TOP_K])
-                            kept_mass = T.uint64(0)
-                            prefix = T.uint32(0)
-                            level = 0
-                            while level < 3:
-                                shift = T.Cast("uint32", 20 - 10 * level)
-                                bin_mask = T.if_then_else(level == 0, T.uint32(BINS - 1), T.uint32(1023))
-                                prefix_shift = T.if_then_else(level == 0, T.uint32(KEY_BITS),
-                                                              T.Cast("uint32", 30 - 10 * level))
-                                histogram()
-                                sum_bins()
-                                select()
-                                target = target - T.if_then_else(by_mass == 1, found_mass[0], T.Cast("uint64", found[1]))
-                                kept_mass = kept_mass + found_mass[0]
-                                prefix = (prefix << T.uint32(10)) | T.Cast("uint32", found[0])
-                                level = level + 1
-                            kept_mass = kept_mass + found_mass[1]
-                            cut = prefix
-                        step = step + 1
+            kept_mass = T.Cast("uint64", norm * T.float32(1 << MASS_BITS))
+            # how far from the maximum a kept token can be
+            distance = T.float32(DISTANCE_LIMIT)
+            if T.And(need_k == 1, counters[row, TOP_K] <= MAXIMA):
+                # at least top_k tokens reach the top_k-th largest of the partial maxima
+                index = tx
+                while index < MAXIMA:
+                    maxima[index] = tops[row, index]
+                    index = index + THREADS
+                T.cuda.cta_sync()
+                index = tx
+                while index < MAXIMA:
+                    value = maxima[index]
+                    other = 0
+                    for i in T.serial(MAXIMA):
+                        if T.Or(maxima[i] > value, T.And(maxima[i] == value, i < index)):
+                            other = other + 1
+                    if other == counters[row, TOP_K] - 1:
+                        shared_f[3] = value
+                    index = index + THREADS
+                T.cuda.cta_sync()
+                distance = T.min(distance, best - shared_f[3])
+            elif T.And(need_k == 0, need_p == 1):
+                # all tokens beyond this distance together hold less than 1 - top_p
+                value = T.max(T.float32(1) - settings[row, TOP_P], T.float32(1e-7)) * norm
+                distance = T.min(distance, T.log(T.float32(V) / value) + T.float32(0.01))
+            elif need_k == 0:
+                distance = T.min(distance, T.max(-T.log(settings[row, MIN_P]), T.float32(0)))
+            cut = T.Cast("uint32", T.max(distance, T.float32(0)) * T.float32(KEY_SCALE))
+            min_cut = T.uint32((1 << KEY_BITS) - 1)
             if settings[row, MIN_P] > T.float32(0):
                 distance = T.min(T.max(-T.log(settings[row, MIN_P]), T.float32(0)), T.float32(DISTANCE_LIMIT))
-                cut = T.min(cut, T.Cast("uint32", distance * T.float32(KEY_SCALE)))
+                min_cut = T.Cast("uint32", distance * T.float32(KEY_SCALE))
+            gather()
             score = T.float32("-inf")
             score_token = V
-            walk("draw")
+            if items <= THREADS:
+                # (b1) few candidates: one per thread, ranked against all others
+                item_key = T.uint32(FULL_MASK)
+                index = V
+                mass = T.uint32(0)
+                if tx < items:
+                    item_key = list_key[tx]
+                    index = list_token[tx]
+                    distance = T.Cast("float32", item_key) * T.float32(1.0 / KEY_SCALE)
+                    weigh()
+                bin_low[tx] = mass
+                T.cuda.cta_sync()
+                before_count = 0
+                before_mass = T.uint64(0)
+                for i in T.serial(items):
+                    if list_key[i] < item_key:
+                        before_count = before_count + 1
+                        before_mass = before_mass + T.Cast("uint64", bin_low[i])
+                keep = T.if_then_else(T.And(tx < items, T.Or(need_k == 0, before_count < counters[row, TOP_K])), 1, 0)
+                if T.And(need_k == 1, need_p == 1):
+                    sum_mass = T.if_then_else(keep == 1, T.Cast("uint64", mass), T.uint64(0))
+                    for i in T.unroll(5):
+                        sum_mass = sum_mass + shuffle_xor(sum_mass, 1 << i)
+                    if lane == 0:
+                        warp_mass[warp] = sum_mass
+                    T.cuda.cta_sync()
+                    kept_mass = T.uint64(0)
+                    for w in T.unroll(WARPS):
+                        kept_mass = kept_mass + warp_mass[w]
+                mass_target(kept_mass)
+                if T.And(need_p == 1, before_mass >= target):
+                    keep = 0
+                if T.And(keep == 1, item_key <= min_cut):
+                    cut = item_key
+                    visit("draw")
+            else:
+                # (b2) many: a radix search finds the largest key kept
+                if T.And(from_list == 0, T.Or(need_k == 1, need_p == 1)):
+                    by_mass = 1 - need_k
+                    start_level(0)
+                    prefix = T.uint32(0)
+                    histogram()
+                    sum_bins()
+                    if need_k == 1:
+                        target = T.Cast("uint64", T.min(counters[row, TOP_K], all_count))
+                    else:
+                        mass_target(kept_mass)
+                        target = T.min(target, all_mass)
+                    select()
+                    cut = T.min(cut, (T.Cast("uint32", found[0] + 1) << T.uint32(20)) - T.uint32(1))
+                    other = found[1] + found[2]
+                    T.cuda.cta_sync()
+                    if other <= CANDIDATES:
+                        if tx == 0:
+                            found[3] = 0
+                        T.cuda.cta_sync()
+                        gather()
+                step = 0
+                while step < 2:
+                    by_mass = step
+                    if T.if_then_else(step == 0, need_k, need_p) == 1:
+                        prefix = T.uint32(0)
+                        level = 0
+                        passed_mass = T.uint64(0)
+                        while level < 3:
+                            start_level(level)
+                            histogram()
+                            sum_bins()
+                            if level == 0:
+                                if step == 0:
+                                    target = T.Cast("uint64", T.min(counters[row, TOP_K], all_count))
+                                else:
+                                    mass_target(kept_mass)
+                                    target = T.min(target, all_mass)
+                            select()
+                            target = target - T.if_then_else(by_mass == 1, found_mass[0], T.Cast("uint64", found[1]))
+                            passed_mass = passed_mass + found_mass[0]
+                            prefix = (prefix << T.uint32(10)) | T.Cast("uint32", found[0])
+                            level = level + 1
+                        kept_mass = passed_mass + found_mass[1]
+                        cut = prefix
+                    step = step + 1
+                cut = T.min(cut, min_cut)
+                walk("draw")
             for i in T.unroll(5):
                 value = shuffle_xor(score, 1 << i)
                 other = shuffle_xor(score_token, 1 << i)
@@ -552,7 +685,7 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
     if MASKED:
         @T.prim_func
         def sample_scan(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
-                        allowed_h: T.handle, sums_h: T.handle, picks_h: T.handle):
+                        allowed_h: T.handle, sums_h: T.handle, picks_h: T.handle, tops_h: T.handle):
             b = T.int64()
             c = T.int64()
             logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
@@ -560,16 +693,17 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
             counters = T.match_buffer(counters_h, (b, 8), "int32")
             counts = T.match_buffer(counts_h, (c, V), "int32", align=16)
             allowed = T.match_buffer(allowed_h, (b, WORDS), "int32")
-            sums = T.match_buffer(sums_h, (b, BLOCKS, 4), "float32")
-            picks = T.match_buffer(picks_h, (b, BLOCKS, 4), "int32")
+            sums = T.match_buffer(sums_h, (b, BLOCKS, 5), "float32")
+            picks = T.match_buffer(picks_h, (b, BLOCKS, 3), "int32")
+            tops = T.match_buffer(tops_h, (b, MAXIMA), "float32")
             T.device_entry()
             part, row = T.cta_id([BLOCKS, T.Cast("int32", b)])
             tx = T.thread_id([SCAN_THREADS])
-            scan(logits, settings, counters, counts, allowed, sums, picks, part, row, tx)
+            scan(logits, settings, counters, counts, allowed, sums, picks, tops, part, row, tx)
 
         @T.prim_func
         def sample_pick(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
-                        allowed_h: T.handle, sums_h: T.handle, picks_h: T.handle, token_ids_h: T.handle,
+                        allowed_h: T.handle, sums_h: T.handle, picks_h: T.handle, tops_h: T.handle, token_ids_h: T.handle,
                         logprobs_h: T.handle):
             b = T.int64()
             c = T.int64()
@@ -578,50 +712,53 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
             counters = T.match_buffer(counters_h, (b, 8), "int32")
             counts = T.match_buffer(counts_h, (c, V), "int32", align=16)
             allowed = T.match_buffer(allowed_h, (b, WORDS), "int32")
-            sums = T.match_buffer(sums_h, (b, BLOCKS, 4), "float32")
-            picks = T.match_buffer(picks_h, (b, BLOCKS, 4), "int32")
+            sums = T.match_buffer(sums_h, (b, BLOCKS, 5), "float32")
+            picks = T.match_buffer(picks_h, (b, BLOCKS, 3), "int32")
+            tops = T.match_buffer(tops_h, (b, MAXIMA), "float32")
             token_ids = T.match_buffer(token_ids_h, (b,), "int32")
             logprobs = T.match_buffer(logprobs_h, (b,), "float32")
             T.device_entry()
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
             row = T.cta_id([T.Cast("int32", b)])
             tx = T.thread_id([THREADS])
-            pick(logits, settings, counters, counts, allowed, sums, picks, token_ids, logprobs, row, tx)
+            pick(logits, settings, counters, counts, allowed, sums, picks, tops, token_ids, logprobs, row, tx)
     else:
         @T.prim_func
         def sample_scan(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
-                        sums_h: T.handle, picks_h: T.handle):
+                        sums_h: T.handle, picks_h: T.handle, tops_h: T.handle):
             b = T.int64()
             c = T.int64()
             logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
             settings = T.match_buffer(settings_h, (b, 8), "float32")
             counters = T.match_buffer(counters_h, (b, 8), "int32")
             counts = T.match_buffer(counts_h, (c, V), "int32", align=16)
-            sums = T.match_buffer(sums_h, (b, BLOCKS, 4), "float32")
-            picks = T.match_buffer(picks_h, (b, BLOCKS, 4), "int32")
+            sums = T.match_buffer(sums_h, (b, BLOCKS, 5), "float32")
+            picks = T.match_buffer(picks_h, (b, BLOCKS, 3), "int32")
+            tops = T.match_buffer(tops_h, (b, MAXIMA), "float32")
             T.device_entry()
             part, row = T.cta_id([BLOCKS, T.Cast("int32", b)])
             tx = T.thread_id([SCAN_THREADS])
-            scan(logits, settings, counters, counts, None, sums, picks, part, row, tx)
+            scan(logits, settings, counters, counts, None, sums, picks, tops, part, row, tx)
 
         @T.prim_func
         def sample_pick(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
-                        sums_h: T.handle, picks_h: T.handle, token_ids_h: T.handle, logprobs_h: T.handle):
+                        sums_h: T.handle, picks_h: T.handle, tops_h: T.handle, token_ids_h: T.handle, logprobs_h: T.handle):
             b = T.int64()
             c = T.int64()
             logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
             settings = T.match_buffer(settings_h, (b, 8), "float32")
             counters = T.match_buffer(counters_h, (b, 8), "int32")
             counts = T.match_buffer(counts_h, (c, V), "int32", align=16)
-            sums = T.match_buffer(sums_h, (b, BLOCKS, 4), "float32")
-            picks = T.match_buffer(picks_h, (b, BLOCKS, 4), "int32")
+            sums = T.match_buffer(sums_h, (b, BLOCKS, 5), "float32")
+            picks = T.match_buffer(picks_h, (b, BLOCKS, 3), "int32")
+            tops = T.match_buffer(tops_h, (b, MAXIMA), "float32")
             token_ids = T.match_buffer(token_ids_h, (b,), "int32")
             logprobs = T.match_buffer(logprobs_h, (b,), "float32")
             T.device_entry()
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
             row = T.cta_id([T.Cast("int32", b)])
             tx = T.thread_id([THREADS])
-            pick(logits, settings, counters, counts, None, sums, picks, token_ids, logprobs, row, tx)
+            pick(logits, settings, counters, counts, None, sums, picks, tops, token_ids, logprobs, row, tx)
     return sample_scan, sample_pick
 
 
@@ -633,8 +770,9 @@ def sample(spec: SamplingSpec) -> Kernel:
     name = f"sample_v{spec.vocab_size}" + ("_constrained" if masked else "")
     given = ("logits", "settings", "counters", "counts", *masked)
     blocks = scan_blocks(spec.vocab_size)
-    return Kernel((Stage(scan, name + "_scan", inputs=given, outputs=("sums", "picks")),
-                   Stage(pick, name + "_pick", inputs=(*given, "sums", "picks"), outputs=("token_ids", "logprobs"),
+    return Kernel((Stage(scan, name + "_scan", inputs=given, outputs=("sums", "picks", "tops")),
+                   Stage(pick, name + "_pick", inputs=(*given, "sums", "picks", "tops"), outputs=("token_ids", "logprobs"),
                          inplace=("counts",))),
                   source="rule:cuda.sample",
-                  temporaries={"sums": (("b", blocks, 4), "float32"), "picks": (("b", blocks, 4), "int32")})
+                  temporaries={"sums": (("b", blocks, 5), "float32"), "picks": (("b", blocks, 3), "int32"),
+                               "tops": (("b", blocks * TOPS), "float32")})
