@@ -53,6 +53,8 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="Of a json_object, as llama.cpp has it.")
+    value: dict[str, Any] | None = Field(None, description="Of a json_object, as Hugging Face's client has it.")
 
 
 class SamplingBody(Body):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -57,11 +58,12 @@ class GenerationResponse(Response):
         self._job.cancel()
 
     async def _whole(self) -> Response:
-        async for index, piece in merged(self._job.streams, self._job.params.n):
-            error = self._error(piece)
-            if error is not None:
-                return response_to(error)
-            self._take(index, piece)
+        async with aclosing(merged(self._job.streams, self._job.params.n)) as pieces:
+            async for index, piece in pieces:
+                error = self._error(piece)
+                if error is not None:
+                    return response_to(error)
+                self._take(index, piece)
         body = self._head.body([output.whole() for output in self._outputs], self._whole_kind)
         return JSONResponse({**body, "usage": usage(self._job, self._tokens)})
 
@@ -70,10 +72,13 @@ class GenerationResponse(Response):
         return self._outputs[index].add(piece)
 
     async def _stream(self, send: Send, gone: Callable[[], bool]) -> None:
+        async with aclosing(merged(self._job.streams, self._job.params.n)) as pieces:
+            await self._send_events(pieces, send, gone)
+
+    async def _send_events(self, pieces: AsyncIterator[tuple[int, Piece]], send: Send, gone: Callable[[], bool]) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
                    (b"x-accel-buffering", b"no")]
-        pieces = merged(self._job.streams, self._job.params.n)
-        first = asyncio.ensure_future(anext(pieces))
+        first = asyncio.ensure_future(_next(pieces))
         started = False
         while not (await asyncio.wait([first], timeout=KEEP_ALIVE_SECONDS))[0]:
             if not started:
@@ -135,6 +140,10 @@ def _event(chunk: Json) -> bytes:
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
+async def _next(pieces: AsyncIterator[tuple[int, Piece]]) -> tuple[int, Piece]:
+    return await anext(pieces)
+
+
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -144,7 +153,7 @@ async def _never() -> Any:
     raise AssertionError("a finished response reads nothing")
 
 
-async def merged(streams: Sequence[RequestStream], n: int) -> AsyncIterator[tuple[int, Piece]]:
+async def merged(streams: Sequence[RequestStream], n: int) -> AsyncGenerator[tuple[int, Piece], None]:
     """(index of the output among all, piece) from several requests with n outputs each, as they come."""
     if len(streams) == 1:
         async for piece in streams[0]:

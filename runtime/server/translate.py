@@ -276,7 +276,7 @@ def _response_grammar(body: ChatBody) -> Grammar | None:
         raise RequestError("response_format and structured_outputs both say what the output must match: give one of them",
                            "response_format")
     if asked.type == "json_object":
-        return _json_grammar({"type": "object"})
+        return _json_grammar(asked.schema_ or asked.value or {"type": "object"})
     if asked.json_schema is None or asked.json_schema.schema_ is None:
         raise RequestError('response_format of type "json_schema" needs json_schema.schema', "response_format.json_schema")
     return _json_grammar(asked.json_schema.schema_)

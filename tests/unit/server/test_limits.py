@@ -91,6 +91,17 @@ def test_bodies_that_are_too_large_are_refused_with_the_limit():
         assert session.post("/v1/chat/completions", json=body_of()).status_code == 200
 
 
+def test_small_answers_do_not_wait_for_acknowledgements():
+    """Nagle's algorithm on the server's side would add 40 ms to each."""
+    with background(scripted_model(last_question)) as server, httpx.Client(base_url=server.url, timeout=30) as session:
+        times = []
+        for _ in range(12):
+            started = time.perf_counter()
+            assert session.post("/tokenize", json={"prompt": "hi"}).status_code == 200
+            times.append(time.perf_counter() - started)
+    assert min(times) < 0.03
+
+
 def test_requests_above_the_limit_are_told_to_come_back():
     model = scripted_model(lambda prompt: "word " * 500, **SLOW)
     with background(model, Limits(max_concurrent=2)) as server, httpx.Client(base_url=server.url, timeout=30) as session:

@@ -16,7 +16,8 @@ WEATHER = {"type": "function", "function": {
     "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"],
                    "additionalProperties": False}}}
 TIME = {"type": "function", "function": {"name": "get_time", "parameters": {
-    "type": "object", "properties": {"zone": {"enum": ["utc", "cet"]}}, "required": ["zone"], "additionalProperties": False}}}
+    "type": "object", "properties": {"zone": {"enum": ["utc", "cet"]}}, "required": ["zone"],
+    "additionalProperties": False}}}
 ONE = 'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Žilina"}}\n</tool_call>'
 TWO = ONE + '\n<tool_call>\n{"name": "get_time", "arguments": {"zone": "utc"}}\n</tool_call>'
 
@@ -122,7 +123,10 @@ SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}, 
 def test_a_json_schema_holds_whatever_the_model_wants(chat, stream):
     form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
     body = {"response_format": form, "temperature": 0, "max_tokens": 300}
-    text = joined(chat.chunks("none", **body))[0] if stream else chat.answer("none", **body)["choices"][0]["message"]["content"]
+    if stream:
+        text = joined(chat.chunks("none", **body))[0]
+    else:
+        text = chat.answer("none", **body)["choices"][0]["message"]["content"]
     value = json.loads(text)
     assert value.keys() == {"colour", "count"} and value["colour"] in ("red", "blue") and 0 <= value["count"] <= 99
 

@@ -1,0 +1,84 @@
+"""Many clients at once: every answer equals the one it gets alone, while pages run out all the time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import httpx
+
+from relaxpack.runtime.server.serve import background
+from tests.helpers.server import hash_model
+
+
+def requests(count, rng):
+    """Prompts that share prefixes, of lengths around the page size, with some sampled ones among them."""
+    shared = [rng.randrange(3, 400) for _ in range(24)]
+    for number in range(count):
+        own = [rng.randrange(3, 400) for _ in range(rng.randrange(1, 12))]
+        body = {"prompt": shared[:rng.choice([0, 4, 15, 24])] + own, "max_tokens": rng.randrange(1, 30), "stream": True,
+                "temperature": 0 if number % 3 else 1.2, "seed": number, "n": 1 + number % 2}
+        yield body
+
+
+async def ask(client, body, gate):
+    """Texts of the outputs, put together from the stream."""
+    async with gate:
+        texts = [""] * body["n"]
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            last = None
+            async for line in response.aiter_lines():
+                if line:
+                    last = line.removeprefix("data: ")
+                    for choice in json.loads(last)["choices"] if last != "[DONE]" else ():
+                        texts[choice["index"]] += choice["text"]
+        assert last == "[DONE]"
+        return texts
+
+
+async def all_of(url, bodies, at_once):
+    limits = httpx.Limits(max_connections=at_once)
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+        gate = asyncio.Semaphore(at_once)
+        return await asyncio.gather(*(ask(client, body, gate) for body in bodies))
+
+
+def test_fifty_streams_at_once_equal_one_after_the_other():
+    bodies = list(requests(200, random.Random(3)))
+    # Pages for a few sequences, so that eviction and preemption never stop, and steps slow enough for a crowd to gather.
+    model = hash_model(page_size=4, num_pages=64, max_batch=16, delay=0.003)
+    with background(model) as server:
+        crowd = asyncio.run(all_of(server.url, bodies, 50))
+        metrics = model.engine.metrics
+        assert metrics.preemptions > 0 and metrics.evictions > 0
+        assert metrics.pages_held == 0 and metrics.pages_free + metrics.pages_cached == metrics.pages_total
+    with background(hash_model(page_size=4, num_pages=64, max_batch=16)) as server:
+        alone = asyncio.run(all_of(server.url, bodies, 1))
+    assert crowd == alone
+
+
+def test_disconnects_in_a_crowd_leave_nothing_behind():
+    rng = random.Random(5)
+    model = hash_model(page_size=4, num_pages=100, max_batch=8, delay=0.001)
+
+    async def leave_early(client, body):
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for _ in response.aiter_raw():
+                if rng.random() < 0.3:
+                    return
+
+    async def main(url):
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=30)) as client:
+            await asyncio.gather(*(leave_early(client, {**body, "max_tokens": 60}) for body in requests(120, rng)))
+    with background(model) as server:
+        asyncio.run(main(server.url))
+        metrics = model.engine.metrics
+        for _ in range(200):
+            if metrics.pages_held == 0 and server.state.counts.in_flight == 0:
+                break
+            asyncio.run(asyncio.sleep(0.02))
+        assert metrics.pages_held == 0 and metrics.running == 0 and metrics.waiting == 0
+        assert server.state.counts.in_flight == 0 and metrics.finished["abort"] > 20
+        model.engine.call(lambda engine: engine.scheduler.check()).result(10)
