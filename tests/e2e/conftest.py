@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,25 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_bundle(folder / "checkpoint", folder / "tiny.bundle",
                  options=BuildOptions(max_context=128, max_batch=4, prefill_chunk=32))
     return folder / "tiny.bundle"
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`smollm2(weights)`: a bundle of SmolLM2-135M-Instruct, the real model, with that weight option."""
+    from relaxpack.compile import BuildOptions, build_bundle
+    from relaxpack.errors import CheckpointError
+    from relaxpack.relax_models.checkpoint import packaged_file
+
+    try:
+        packaged_file("smollm2")
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("smollm2")
+
+    def bundle(weights: str) -> Path:
+        path = folder / f"{weights}.bundle"
+        if not path.exists():
+            build_bundle("smollm2", path, options=BuildOptions(weights=weights, max_context=1024))
+        return path
+
+    return bundle

@@ -86,3 +86,23 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def kl_divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
     """KL(p || q) in nats along the last axis, from log-probabilities."""
     return (np.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
+def greedy_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]], steps: int) -> list[list[int]]:
+    """`steps` greedy tokens of each prompt: prefilled one by one, decoded together."""
+    answers: list[list[int]] = []
+    for first in range(0, len(prompts), runner.max_batch):
+        group = tapes(runner, prompts[first:first + runner.max_batch], room=steps)
+        done: list[list[int]] = []
+        for tape in group:
+            while len(tape.token_ids) - tape.computed > runner.prefill_chunk:
+                run(runner, [tape.step(runner.prefill_chunk, "none")])
+            done.append([int(run(runner, [tape.step(len(tape.token_ids) - tape.computed, "last")])[0].argmax())])
+        for _ in range(steps - 1):
+            for tape, ids in zip(group, done, strict=True):
+                tape.token_ids.append(ids[-1])
+            rows = run(runner, [tape.step(1) for tape in group])
+            for ids, row in zip(done, rows, strict=True):
+                ids.append(int(row.argmax()))
+        answers += done
+    return answers

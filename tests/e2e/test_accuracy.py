@@ -1,0 +1,202 @@
+"""SmolLM2-135M-Instruct with its real weights: equal to transformers in float32, and a bounded drift in every other
+format. The numbers that stand behind the bounds are in docs/accuracy.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from relaxpack.compile import BuildOptions, build_bundle
+from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
+from relaxpack.runtime.load import LoadedModel, load_model
+from relaxpack.weight_format import QuantizedTensor
+from relaxpack.weights import choose_formats
+from tests.helpers.numerics import decode_logits, greedy_batch, kl_divergence, log_softmax, prefill_logits, run, tapes
+from tests.helpers.prompts import PROMPTS
+
+pytestmark = pytest.mark.slow
+STEPS = 64
+
+
+@dataclass
+class Told:
+    """What the float32 build says: token ids of every prompt, its greedy continuation, first-step logits."""
+
+    model: LoadedModel
+    ids: dict[str, list[int]]
+    answers: dict[str, list[int]]
+    first: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def told(smollm2: Callable[[str], Path]) -> Told:
+    import tokenizers
+
+    model = load_model(smollm2("f32"))
+    tokenizer = tokenizers.Tokenizer.from_str(model.bundle.read("tokenizer/tokenizer.json").decode())
+    ids = {name: tokenizer.encode(text, add_special_tokens=False).ids for name, text in PROMPTS.items()}
+    answers = dict(zip(ids, greedy_batch(model.runner, list(ids.values()), STEPS), strict=True))
+    first = {}
+    for name, prompt in ids.items():
+        (tape,) = tapes(model.runner, [prompt])
+        first[name] = prefill_logits(tape, len(prompt))[-1]
+    return Told(model, ids, answers, first)
+
+
+@pytest.fixture(scope="module")
+def transformers_logits(told: Told) -> Callable[[list[int], int], np.ndarray]:
+    """Logits [last, vocab] after the last tokens of a sequence, by transformers in float32, on the checkpoint's
+    dequantised weights."""
+    torch = pytest.importorskip("torch", reason="reference: pip install --group reference")
+    transformers = pytest.importorskip("transformers", reason="reference: pip install --group reference")
+    checkpoint = open_checkpoint("smollm2")
+    c = checkpoint.config
+    assert c.architecture == "llama" and c.rope.kind == "default" and c.tie_embeddings and not c.qkv_bias
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim, max_position_embeddings=c.max_position, rms_norm_eps=c.norm_epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta}, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).eval()
+    state = {}
+    for name, value in dequantized(checkpoint).items():
+        state[name] = torch.from_numpy(value)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffer is computed, not stored
+
+    def logits(ids: list[int], last: int) -> np.ndarray:
+        with torch.inference_mode():
+            return model(torch.tensor([ids]), logits_to_keep=last).logits[0].numpy()
+
+    return logits
+
+
+def dequantized(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """Every tensor in float32."""
+    tensors = {}
+    for name in checkpoint.tensors:
+        value = checkpoint.read(name)
+        tensors[name] = np.array(value.dequantize() if isinstance(value, QuantizedTensor) else value, np.float32)
+    return tensors
+
+
+def test_the_prompts_are_varied(told: Told) -> None:
+    lengths = [len(ids) for ids in told.ids.values()]
+    assert len(lengths) >= 20 and min(lengths) == 1 and max(lengths) > 512
+    assert sum(length > 4 * told.model.info.page_size for length in lengths) >= 2
+
+
+def test_float32_says_what_transformers_says(
+        told: Told, transformers_logits: Callable[[list[int], int], np.ndarray]) -> None:
+    """First-step log-probabilities of the top 20 within 2e-3, and 64 identical greedy tokens on every prompt. One
+    forward over prompt and answer shows every step: each token must be the best after all before it."""
+    worst, least, different = 0.0, np.inf, []
+    for name, prompt in told.ids.items():
+        answer = told.answers[name]
+        expected = transformers_logits([*prompt, *answer[:-1]], STEPS)
+        top = np.argsort(-expected[0])[:20]
+        worst = max(worst, float(np.abs(log_softmax(told.first[name])[top] - log_softmax(expected[0])[top]).max()))
+        second, best = np.partition(expected, -2, -1)[:, -2:].T
+        least = min(least, float((best - second).min()))
+        if answer != expected.argmax(-1).tolist():
+            different.append(name)
+    print(f"largest first-step difference {worst:.2g}, closest decision {least:.2g}")
+    assert worst < 2e-3
+    assert not different
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Against the float32 build, over positions of prompts and answers. KL in nats."""
+
+    mean_kl: float
+    max_kl: float
+    top1: float        # share of positions with the same best token
+    top20: float       # largest difference of a log-probability among the reference's first 20
+
+
+# Measured values are in docs/accuracy.md; the bounds leave about half as much again.
+BOUNDS = {
+    "as-is": Drift(mean_kl=0.004, max_kl=0.1, top1=0.95, top20=2.5),
+    "q8": Drift(mean_kl=0.004, max_kl=0.1, top1=0.95, top20=2.5),
+    "f16": Drift(mean_kl=4e-6, max_kl=1e-4, top1=0.995, top20=0.06),
+}
+DRIFT_PROMPTS = ("raw fact", "chat fact", "json", "several pages")
+
+
+@pytest.fixture(scope="module")
+def float_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 as a float16 Hugging Face folder, as if it had never been quantised: gives q8 something to quantise."""
+    checkpoint, folder = open_checkpoint("smollm2"), tmp_path_factory.mktemp("float")
+    c, assets = checkpoint.config, checkpoint.assets
+    save_file({name: value.astype(np.float16) for name, value in dequantized(checkpoint).items()},
+              folder / "model.safetensors")
+    (folder / "tokenizer.json").write_bytes(assets.files["tokenizer.json"])
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": assets.eos_token}))
+    (folder / "config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size, "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads, "vocab_size": c.vocab_size, "max_position_embeddings": c.max_position,
+        "rms_norm_eps": c.norm_epsilon, "rope_theta": c.rope.theta, "tie_word_embeddings": True,
+        "eos_token_id": assets.end_token_ids[0]}))
+    return folder
+
+
+def logits_of(model: LoadedModel, told: Told, decode: bool) -> np.ndarray:
+    """Logits of the prompts and answers; with `decode` those of the answers, computed token by token in one batch."""
+    sequences = [[*told.ids[name], *told.answers[name]] for name in DRIFT_PROMPTS]
+    group = tapes(model.runner, sequences)
+    if not decode:
+        return np.concatenate([prefill_logits(tape, len(tape.token_ids)) for tape in group])
+    for tape in group:
+        run(model.runner, [tape.step(len(tape.token_ids) - STEPS, "none")])
+    return np.concatenate([run(model.runner, [tape.step(1) for tape in group]) for _ in range(STEPS)])
+
+
+def drift(reference: np.ndarray, other: np.ndarray) -> Drift:
+    p, q = log_softmax(reference), log_softmax(other)
+    kl = kl_divergence(p, q)
+    top = np.argsort(-p, -1)[:, :20]
+    difference = np.take_along_axis(p, top, -1) - np.take_along_axis(q, top, -1)
+    return Drift(float(kl.mean()), float(kl.max()), float((p.argmax(-1) == q.argmax(-1)).mean()),
+                 float(np.abs(difference).max()))
+
+
+@pytest.mark.parametrize("weights", BOUNDS)
+def test_drift_of_other_formats(told: Told, smollm2: Callable[[str], Path], float_checkpoint: Path, tmp_path: Path,
+                                weights: str, record_property: Callable[[str, object], None]) -> None:
+    if weights == "q8":
+        build_bundle(float_checkpoint, tmp_path / "b", options=BuildOptions(weights=weights, max_context=1024))
+    model = load_model(tmp_path / "b" if weights == "q8" else smollm2(weights))
+    for decode in (False, True):
+        found = drift(logits_of(told.model, told, decode), logits_of(model, told, decode))
+        record_property("decode" if decode else "prefill", found)
+        print(weights, "decode" if decode else "prefill", found)
+        bound = BOUNDS[weights]
+        assert found.mean_kl <= bound.mean_kl and found.max_kl <= bound.max_kl
+        assert found.top1 >= bound.top1 and found.top20 <= bound.top20
+
+
+@pytest.mark.parametrize("weights", ["q4", "q8"])
+def test_what_is_as_coarse_already_stays(smollm2: Callable[[str], Path], weights: str) -> None:
+    """So the drift of `as-is` is that of q4 and q8 for this checkpoint."""
+    checkpoint = open_checkpoint("smollm2")
+    assert choose_formats(checkpoint, weights) == choose_formats(checkpoint, "as-is")
+
+
+def test_decode_equals_prefill_in_float32(told: Told) -> None:
+    """The last tokens of a long sequence, one by one and in one step."""
+    ids = [*told.ids["several pages"], *told.answers["several pages"]]
+    whole, single = tapes(told.model.runner, [ids, ids])
+    cut = len(ids) - 8
+    run(told.model.runner, [single.step(cut, "none")])
+    np.testing.assert_allclose(decode_logits(single, len(ids)), prefill_logits(whole, len(ids))[cut:], rtol=0, atol=2e-3)
