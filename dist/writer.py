@@ -4,13 +4,14 @@ trace; a reader never sees half a bundle. What the members mean is not known her
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import glob
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -41,33 +42,53 @@ class BundleWriter:
         self._members: set[str] = set()
         self._params: dict[str, list[str]] = {}   # stem → tensor names written
         self._finished = False
+        self._force = force
+        self._made: list[Path] = []      # folders above the bundle that were not there
         check_destination(self.path, force)
 
     def __enter__(self) -> BundleWriter:
-        with self._disk_errors():
-            self._destination.parent.mkdir(parents=True, exist_ok=True)
-            remove_stale(self._destination)
-            self._partial.mkdir()
-            self._lock = (self._partial / "lock").open("wb")   # held while this writer lives
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            self._folder.mkdir()
+        try:
+            with self._disk_errors():
+                self._made = [folder for folder in self._destination.parents if not folder.exists()]
+                self._destination.parent.mkdir(parents=True, exist_ok=True)
+                remove_stale(self._destination)
+                self._partial.mkdir()
+                self._lock = (self._partial / "lock").open("wb")   # held while this writer lives
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                self._folder.mkdir()
+                self.scratch.mkdir()
+        except BaseException:
+            self._clean_up()
+            raise
         return self
+
+    @property
+    def scratch(self) -> Path:
+        """A folder on the bundle's disk for files on the way to it; it goes away with the writer."""
+        return self._partial / "scratch"
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
-        shutil.rmtree(self._partial, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.close()
+        self._clean_up()
         if isinstance(error, OSError):
             self._explain(error)
         if kind is None and not self._finished:
             raise RuntimeError("BundleWriter was left without finish(): nothing was written")
 
+    def _clean_up(self) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+        if not self._finished:
+            with suppress(OSError):      # somebody else uses the folder by now
+                for folder in self._made:
+                    folder.rmdir()
+
     def require_space(self, size: int) -> None:
         """Raise EnvironmentProblem unless the disk takes `size` more bytes. Call it before long work."""
         free = shutil.disk_usage(self._partial).free
         if size + _SPARE_BYTES > free:
-            raise EnvironmentProblem(f"no disk space: {self.path} needs {size / 1e6:.0f} MB more, "
+            raise EnvironmentProblem(f"no disk space: {self.path} needs {(size + _SPARE_BYTES) / 1e6:.0f} MB more, "
                                      f"{free / 1e6:.0f} MB are free; free some or choose another -o path")
 
     def add_bytes(self, name: str, data: bytes) -> None:
@@ -121,6 +142,7 @@ class BundleWriter:
                 self.require_space(sum(member.bytes for member in members.values()))
                 result = self._partial / "bundle.rpk"
                 write_single_file(store, list(members), result)
+            check_destination(self.path, self._force)    # somebody may have been quicker
             _put(result, self._destination, self._partial / "replaced")
         self._finished = True
         return manifest
@@ -140,7 +162,8 @@ class BundleWriter:
             yield
         except OSError as error:
             self._explain(error)
-            raise
+            raise EnvironmentProblem(f"cannot write {self.path}: {error.strerror or error}"
+                                     f"{f' ({error.filename})' if error.filename else ''}; choose another -o path") from None
 
     def _explain(self, error: OSError) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -156,7 +179,12 @@ def check_destination(path: Path, force: bool) -> None:
     def refuse(why: str) -> NoReturn:
         raise BundleError(f"{path} {why}")
 
-    if not path.exists() and not path.is_symlink():
+    try:
+        exists = path.exists() or path.is_symlink()
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot write {path}: {error.strerror}; choose another -o path") from None
+    if not exists:
+        _check_parent(path)
         return
     if path.resolve() == Path.cwd():
         refuse("is the folder you stand in; choose another -o path")
@@ -168,6 +196,15 @@ def check_destination(path: Path, force: bool) -> None:
         refuse("exists and is not a bundle; it is not touched, choose another -o path")
     if not force:
         refuse("exists; pass --force to replace it")
+
+
+def _check_parent(path: Path) -> None:
+    """Raise where nothing can be made at `path`."""
+    folder = next(folder for folder in Path(os.path.abspath(path)).parents if folder.exists())
+    if not folder.is_dir():
+        raise BundleError(f"{path} cannot be made: {folder} is a file; choose another -o path")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise EnvironmentProblem(f"cannot write {path}: {folder} is not writable; choose another -o path")
 
 
 def remove_stale(path: Path) -> None:
@@ -182,13 +219,24 @@ def remove_stale(path: Path) -> None:
 
 
 def _put(result: Path, path: Path, aside: Path) -> None:
-    """Rename `result` to `path`; what stood there is moved aside first and comes back if that fails."""
-    replaced = path.exists()
-    if replaced:
-        path.rename(aside)
+    """Rename `result` to `path`. What stood there changes places with it in one step where the file system can do that;
+    else it is moved aside first, and comes back if something happens."""
+    if not path.exists():
+        result.rename(path)
+        return
+    if _exchange(result, path):
+        return
     try:
+        path.rename(aside)
         result.rename(path)
     except BaseException:
-        if replaced:
+        if aside.exists() and not path.exists():
             aside.rename(path)
         raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Linux's renameat2 with RENAME_EXCHANGE; False where kernel, C library or file system has none."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2     # AT_FDCWD (fcntl.h), RENAME_EXCHANGE (linux/fs.h)
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relaxpack.errors import CheckpointError
+from relaxpack.errors import CheckpointError, UsageError
 from relaxpack.relax_models import families, gguf_import
 from relaxpack.relax_models.audit import ConfigAudit, KeyReader
 from relaxpack.relax_models.config import ModelConfig, expected_tensors
@@ -64,9 +64,16 @@ def open_checkpoint(path_or_name: str | Path, *, ignore_keys: tuple[str, ...] = 
     """`ignore_keys`: unknown config keys to accept unread. `pretokenizer`: how a GGUF's tokenizer splits text, where
     the file does not say or says something unknown."""
     path = Path(path_or_name)
+    try:
+        path.exists()
+    except OSError as error:
+        raise CheckpointError(f"cannot open the checkpoint {str(path)[:100]!r}: {error.strerror}") from None
     if str(path_or_name) in PACKAGED and not path.exists():
         path = packaged_file(str(path_or_name))
     if path.is_dir():
+        if pretokenizer is not None:
+            raise UsageError(f"pretokenizer {pretokenizer!r}: only a GGUF's tokenizer may lack this, and {path.name} is "
+                             "a folder with a tokenizer.json")
         return _open_folder(path, ignore_keys)
     if path.is_file():
         if path.suffix == ".gguf":

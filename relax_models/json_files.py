@@ -32,6 +32,8 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{name} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}; "
                               "incomplete download?") from None
+    except (RecursionError, ValueError) as error:   # nested without end, a number of thousands of digits
+        raise CheckpointError(f"{name} is not a sane JSON file: {str(error).partition(';')[0]}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{name} holds a JSON {type(value).__name__}, expected an object")
     return value

@@ -167,7 +167,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             raise _Damaged(f"its header claims {length} bytes, the file has {size}")
         try:
             header = json.loads(handle.read(length))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _Damaged("its header is not JSON") from None
     if not isinstance(header, dict):
         raise _Damaged("its header is not a JSON object")

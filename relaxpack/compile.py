@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from relaxpack.dist.integrity import canonical_json, sha256_bytes
 from relaxpack.dist.key import artifact_key
 from relaxpack.dist.manifest import Manifest, TargetEntry, WeightsSummary
 from relaxpack.dist.writer import check_destination
-from relaxpack.errors import UsageError
+from relaxpack.errors import CompileError, EnvironmentProblem, UsageError
 from relaxpack.kernel_spec import KernelProvider
 from relaxpack.lowering import Lowered, lower_model
 from relaxpack.model_info import ModelInfo
@@ -42,6 +42,9 @@ from relaxpack.schedules.cuda_compile import check_library
 from relaxpack.target import TargetSpec, parse_target
 from relaxpack.weights import ParameterMaker, choose_formats
 
+MAX_PAGE_SIZE = 65536
+MAX_TOKENS = 2**31 - 1    # that a step may look at: kernels count in int32
+_LIBRARY_BYTES = 32 << 20  # room for code and object files, whose sizes are known too late
 CANARY_TEXTS = {"plain": "The capital of France is", "code": "def fibonacci(n):\n    ",
                 "unicode": "今日は、世界。 Grüße 👋"}
 
@@ -122,6 +125,7 @@ def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec
     output = Path(output)
     _check_options(options)
     check_destination(output, force)
+    _prepare_dump(dump)
     spec = parse_target(target) if isinstance(target, str) else target
     seconds: dict[str, float] = {}
 
@@ -138,15 +142,16 @@ def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec
         provider = kernel_provider(spec)
         activation_dtype, kv_dtype = _dtypes(spec, options)
         formats = choose_formats(checkpoint, options.weights, activation_dtype)
-    with stage("compile", 6):
-        pipeline = pipeline_config(spec, limits, left_out(options.level, options.disabled_passes))
-        lowered = lower_model(checkpoint.config, limits, spec, provider, formats, activation_dtype, kv_dtype, pipeline,
-                              dump, shown.advance)
     info = _model_info(checkpoint, limits, activation_dtype, kv_dtype)
-    with BundleWriter(output, force) as writer, tempfile.TemporaryDirectory() as scratch:
-        library = Path(scratch) / f"{spec.file_stem}.so"
+    with BundleWriter(output, force) as writer:     # before the long work: a place that cannot be written shows now
+        with stage("compile", 6):
+            pipeline = pipeline_config(spec, limits, left_out(options.level, options.disabled_passes))
+            lowered = lower_model(checkpoint.config, limits, spec, provider, formats, activation_dtype, kv_dtype,
+                                  pipeline, dump, shown.advance)
+        library = writer.scratch / f"{spec.file_stem}.so"
         with stage("library"):
-            lowered.executable.export_library(str(library))
+            writer.require_space(_parameter_bytes(lowered) + _LIBRARY_BYTES)
+            _export(lowered, library)
             if spec.kind == "cuda":
                 check_library(library)
             writer.add_file(f"lib/{library.name}", library)
@@ -192,6 +197,8 @@ def _dtypes(target: TargetSpec, options: BuildOptions) -> tuple[str, str]:
     if target.kind == "cpu":
         if options.activation_dtype not in (None, "float32"):
             raise UsageError(f"activation dtype {options.activation_dtype}: CPU kernels compute in float32")
+        if options.kv_dtype == "bfloat16":
+            raise UsageError("KV dtype bfloat16: the KV cache of a CPU is float16 or float32")
         return "float32", options.kv_dtype or ("float32" if options.weights == "f32" else "float16")
     activation = options.activation_dtype or "bfloat16"
     if activation not in ("bfloat16", "float16"):
@@ -199,10 +206,20 @@ def _dtypes(target: TargetSpec, options: BuildOptions) -> tuple[str, str]:
     return activation, options.kv_dtype or activation
 
 
+def _prepare_dump(dump: Path | None) -> None:
+    try:
+        if dump is not None:
+            dump.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write the IR to {dump}: {error.strerror}; choose another --dump folder") from None
+
+
 def _check_options(options: BuildOptions) -> None:
     for name in ("max_batch", "prefill_chunk", "page_size"):
         if getattr(options, name) < 1:
             raise UsageError(f"{name.replace('_', ' ')} {getattr(options, name)}: must be at least 1")
+    if options.page_size > MAX_PAGE_SIZE:
+        raise UsageError(f"page size {options.page_size}: must be at most {MAX_PAGE_SIZE}; 16 is a good one")
     if not 0 <= options.level <= HIGHEST_LEVEL:
         raise UsageError(f"optimisation level {options.level}: must be 0 to {HIGHEST_LEVEL}")
     unknown = options.disabled_passes - set(OPTIONAL)
@@ -215,6 +232,11 @@ def _limits(checkpoint: Checkpoint, options: BuildOptions) -> BuildLimits:
     wanted = options.max_context or supported
     if wanted > supported and checkpoint.config.rope.kind != "dynamic":
         raise UsageError(f"max context {wanted}: {checkpoint.source.name} supports {supported} tokens")
+    if wanted < 2:
+        raise UsageError(f"max context {wanted}: a sequence needs at least 2 tokens, one of a prompt and one of an answer")
+    if wanted * options.max_batch > MAX_TOKENS:
+        raise UsageError(f"max batch {options.max_batch}: with a context of {wanted} tokens at most {MAX_TOKENS // wanted} "
+                         "sequences can be addressed; give a smaller --max-batch or --max-context")
     return BuildLimits(wanted, options.max_batch, min(options.prefill_chunk, wanted), options.page_size)
 
 
@@ -227,15 +249,29 @@ def _model_info(checkpoint: Checkpoint, limits: BuildLimits, activation_dtype: s
 
 def _write_parameters(writer: BundleWriter, spec: TargetSpec, lowered: Lowered, maker: ParameterMaker,
                       shown: Progress) -> int:
-    total = sum(int(np.prod(p.shape)) * np.dtype(_stored(p.dtype)).itemsize for p in lowered.parameters)
-    writer.require_space(total)
     with writer.params(spec.file_stem) as params:
         for p in lowered.parameters:
             array = maker.make(p.recipe, p.dtype)
             assert array.shape == p.shape, (p.name, array.shape, p.shape)
             params.add(p.name, {"": array})
             shown.advance(p.name)
-    return total
+    return _parameter_bytes(lowered)
+
+
+def _parameter_bytes(lowered: Lowered) -> int:
+    return sum(int(np.prod(p.shape)) * np.dtype(_stored(p.dtype)).itemsize for p in lowered.parameters)
+
+
+def _export(lowered: Lowered, library: Path) -> None:
+    """Link the library; what lies on the way to it stays in its folder."""
+    try:
+        lowered.executable.export_library(str(library), workspace_dir=str(library.parent))
+    except (RuntimeError, ValueError, FileNotFoundError) as error:
+        if shutil.which("g++") is None:
+            raise EnvironmentProblem("building needs g++ to link the library, and it is not installed: "
+                                     "apt-get install g++ (Debian, Ubuntu)") from error
+        raise CompileError(f"linking {library.name} failed: "
+                           f"{(str(error).strip().splitlines() or [type(error).__name__])[-1]}") from error
 
 
 def _stored(dtype: str) -> str:

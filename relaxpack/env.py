@@ -9,13 +9,14 @@ from relaxpack.errors import UsageError
 
 
 def num_threads() -> int:
-    """RELAXPACK_NUM_THREADS: CPU threads of the kernels; default: the cores this process may use."""
-    value = os.environ.get("RELAXPACK_NUM_THREADS")
+    """RELAXPACK_NUM_THREADS: CPU threads of the kernels, at most the cores this process may use, which is the default:
+    they wait for each other by spinning, so that two on one core stand still."""
+    value, cores = os.environ.get("RELAXPACK_NUM_THREADS"), len(os.sched_getaffinity(0))
     if value is None:
-        return len(os.sched_getaffinity(0))
-    if not value.isdigit() or int(value) < 1:
+        return cores
+    if not (value.isascii() and value.isdigit() and int(value) >= 1):
         raise UsageError(f"RELAXPACK_NUM_THREADS={value!r}: expected a positive integer")
-    return int(value)
+    return min(int(value), cores)
 
 
 def cache_dir() -> Path:

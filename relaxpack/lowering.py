@@ -18,9 +18,10 @@ from relaxpack.kernel_spec import AttentionSpec, KernelProvider
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.lower_kernels import KERNELS
 from relaxpack.passes.memory_plan import PLAN, arena_bytes
-from relaxpack.passes.pipeline import PassFailure, phases, run_phases, sizes
+from relaxpack.passes.pipeline import PassFailure, PassRecord, phases, run_phases, sizes
 from relaxpack.passes.rewrite import exported_functions, num_inputs, recipes_of
 from relaxpack.passes.schedule_rest import SOURCE
+from relaxpack.passes.step_table import step_table
 from relaxpack.recipe import FromCheckpoint, Recipe
 from relaxpack.relax_models.config import ModelConfig
 from relaxpack.relax_models.export import BuildLimits, export_model
@@ -75,8 +76,10 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
     mod = export_model(config, limits, activation_dtype, kv_dtype, device_sampling=target.kind == "cuda")
     attention = attention_spec(config, limits, activation_dtype, kv_dtype)
     report: list[dict[str, Any]] = []
-    passes: list[dict[str, Any]] = []
+    bindings, prim_funcs = sizes(mod)
+    passes: list[dict[str, Any]] = [asdict(PassRecord("export", "export", 0.0, bindings, prim_funcs))]
     parameters: list[Parameter] = []
+    steps: dict[str, list[dict[str, Any]]] = {}
 
     def observe(phase: str, after: tvm.IRModule, seconds: float) -> None:
         progress(phase)
@@ -84,6 +87,7 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
         report.append({"phase": phase, "seconds": round(seconds, 3), "bindings": bindings, "prim_funcs": prim_funcs})
         if phase == "lower":
             parameters.extend(_parameters(after))
+            steps.update(step_table(after))
         if dump is not None:
             dump.mkdir(parents=True, exist_ok=True)
             (dump / f"{len(report)}_{phase}.py").write_text(after.script(show_meta=False))
@@ -96,6 +100,7 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
         final = run_phases(mod, target.to_tvm(), phases(provider, attention, formats, pipeline, rule), observe,
                            lambda record: passes.append(asdict(record)))
     except PassFailure as failure:
+        progress(failure.phase)     # raises where the user has interrupted: TVM makes an error of the pass of that
         inputs = reproducer.Inputs(config, limits, target, {n: formats[n].name for n in formats}, activation_dtype,
                                    kv_dtype, pipeline)
         raise CompileError(reproducer.crash_report(failure, inputs, dump)) from failure
@@ -108,7 +113,7 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
         for name, bound in dict(func.attrs["tir_var_upper_bound"]).items():
             bounds[str(name)] = max(int(bound), bounds.get(str(name), 0))
     explanation = {"phases": report, "passes": passes, "disabled": sorted(pipeline.disabled),
-                   "kernels": _kernels(final), "calls": json.loads(str(final.attrs[KERNELS])),
+                   "kernels": _kernels(final), "calls": json.loads(str(final.attrs[KERNELS])), "steps": steps,
                    "memory_plan": json.loads(str(final.attrs[PLAN]))}
     buckets = {"decode": pipeline.decode_buckets, "prefill": pipeline.prefill_buckets}
     buckets = {name: sizes for name, sizes in buckets.items() if sizes}
@@ -123,7 +128,7 @@ def _generate_code(mod: tvm.IRModule, target: TargetSpec) -> Any:
         with target.to_tvm() as tvm_target:
             return tvm.compile(mod, tvm_target, relax_pipeline=None)
     except (RuntimeError, ValueError, TypeError) as error:
-        why = str(error).strip().splitlines()[-1]
+        why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise CompileError(f"code generation for {target.name} failed: {why}") from error
 
 

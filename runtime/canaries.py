@@ -43,7 +43,8 @@ def record(runner: ModelRunner, prompts: Mapping[str, Sequence[int]], tolerance:
     numbers that are not finite, for such a bundle must not be shipped."""
     canaries = []
     for name, prompt_ids in prompts.items():
-        rows = [row.astype(np.float64) for row in _logit_rows(runner, prompt_ids, steps - 1)]
+        room = runner.max_context - len(prompt_ids)     # the last greedy token needs no place
+        rows = [row.astype(np.float64) for row in _logit_rows(runner, prompt_ids, min(steps - 1, room))]
         if not all(np.isfinite(row).all() for row in rows):
             raise CompileError(f"canary {name!r}: the built model answers with logits that are not finite numbers; "
                                "values of a bfloat16 checkpoint may not fit float16: build with --weights f32")

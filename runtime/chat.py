@@ -66,13 +66,16 @@ class TerminalChat:
             self.handle(message)
 
     def handle(self, message: str) -> None:
-        """One message or command; errors meant for the user are shown and do not end the chat."""
+        """One message or command; errors meant for the user are shown and do not end a chat in a terminal. A script
+        gets them raised."""
         try:
             if message.startswith("/") and not message.startswith("//"):
                 self._command(message)
             elif message.strip():
                 self.ask(message.removeprefix("/") if message.startswith("//") else message)
         except RelaxpackError as error:
+            if not self._interactive:
+                raise
             self._say(f"[red]{escape(str(error))}[/red]")
 
     def ask(self, message: str) -> None:

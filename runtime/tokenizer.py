@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from relaxpack.errors import BundleError, TokenizerError
+from relaxpack.errors import BundleError, RequestError, TokenizerError
 from relaxpack.runtime.detokenizer import Detokenizer, TokenBytes
 
 TOKENIZER_MEMBER = "tokenizer/tokenizer.json"
@@ -102,6 +102,7 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = False, add_bos: bool | None = None) -> list[int]:
         """Ids of raw text. `special=True` reads special tokens written in the text as such; by default they
         are plain characters. `add_bos=None` follows the model (its `add_bos`); a BOS is never added twice."""
+        _check_text(text)
         bos = self.text.bos_token_id if (self.text.add_bos if add_bos is None else add_bos) else None
         if special or not self._special_pattern.search(text):
             ids = self._encode_whole(text)
@@ -113,6 +114,8 @@ class Tokenizer:
         """Ids of a rendered chat template. `literals` maps marks in `text` to what the user wrote there,
         which is encoded as plain characters; special tokens outside the marks are the template's own.
         Without literals this is exactly the library's encoding."""
+        for part in (text, *literals.values()):
+            _check_text(part)
         if not literals:
             return self._encode_whole(text)
         mark = re.compile("|".join(map(re.escape, literals)))
@@ -205,3 +208,12 @@ class Tokenizer:
         model = self._source.get("model", {})
         unknown = model.get("unk_token")
         return self.token_id(unknown) if isinstance(unknown, str) else model.get("unk_id")
+
+
+def _check_text(text: str) -> None:
+    """Raise RequestError for half characters, which JSON escapes and command lines can smuggle into a `str`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the text is not valid Unicode: it has a lone surrogate U+{ord(text[error.start]):04X} at "
+                           f"character {error.start}") from None

@@ -7,8 +7,10 @@ output, talk to standard error.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -18,9 +20,12 @@ import click
 from click.exceptions import NoArgsIsHelpError
 
 from relaxpack import __version__
-from relaxpack.errors import RelaxpackError
+from relaxpack.errors import EnvironmentProblem, RelaxpackError
 
 INTERRUPTED = 130   # 128 + SIGINT, as shells have it
+# What the machine refuses, wherever it strikes (a full disk behind standard output, a read-only home): no bug of ours.
+_MACHINE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOMEM,
+                      errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE))
 
 
 class LazyCommand(NamedTuple):
@@ -90,6 +95,7 @@ def group() -> None:
 
 def run(args: Sequence[str] | None = None) -> int:
     """Run one command line and answer its exit code."""
+    _repair_streams()
     try:
         result = group.main(args=None if args is None else list(args), prog_name="relaxpack", standalone_mode=False)
         sys.stdout.flush()
@@ -103,9 +109,34 @@ def run(args: Sequence[str] | None = None) -> int:
         return _say(str(error), error.exit_code)
     except BrokenPipeError:
         # The reader went away (`| head`). Nobody wants to hear about it, nor about the flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 1
+    except MemoryError as error:
+        return _say(f"not enough memory{f': {error}' if str(error) else ''}; close other programs, or ask for less",
+                    EnvironmentProblem.exit_code)
+    except OSError as error:
+        if error.errno not in _MACHINE:
+            raise
+        _discard_output()
+        where = f": {error.filename}" if error.filename is not None else ""
+        return _say(f"the system refused: {error.strerror}{where}", EnvironmentProblem.exit_code)
     return result if isinstance(result, int) else 0
+
+
+def _repair_streams() -> None:
+    """Closed streams (`>&-`) swallow output, so that no file takes their place; what a terminal's encoding lacks is
+    shown as "?"."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors="replace")
+
+
+def _discard_output() -> None:
+    """What is still in the buffer of standard output cannot be written; nobody wants to hear about it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage(error: click.ClickException) -> str:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -14,10 +19,11 @@ import click
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path),
               help="The bundle to write: a folder, or a single file if the name ends in .rpk.")
-@click.option("--target", default="cpu", show_default=True, help="cpu, cpu:NAME, cuda or cuda:sm_XX.")
+@click.option("--target", default="cpu", show_default=True,
+              help="cpu (this one), cpu:x86-64-v3, cpu:x86-64-v4, cuda (the GPU here) or cuda:sm_XX.")
 @click.option("--weights", default="as-is", show_default=True,
               type=click.Choice(["as-is", "q4", "q8", "f16", "bf16", "f32"]), help="How weights are stored.")
-@click.option("--max-context", type=click.IntRange(1), help="Tokens a sequence may have [default: the model's].")
+@click.option("--max-context", type=click.IntRange(2), help="Tokens a sequence may have [default: the model's].")
 @click.option("--max-batch", default=8, show_default=True, type=click.IntRange(1), help="Sequences a step may have.")
 @click.option("--prefill-chunk", default=512, show_default=True, type=click.IntRange(1),
               help="Prompt tokens computed in one step.")
@@ -25,7 +31,8 @@ import click
 @click.option("--dtype", "activation_dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
               help="dtype of activations [default: float32 on a CPU, bfloat16 on a GPU].")
 @click.option("--kv-dtype", type=click.Choice(["float16", "bfloat16", "float32"]),
-              help="dtype of the KV cache [default: float16 on a CPU, the activations' dtype on a GPU].")
+              help="dtype of the KV cache [default: on a CPU float16 (float32 for f32 weights), on a GPU the activations']."
+              )
 @click.option("-O", "level", type=click.IntRange(0, 3), default=3, show_default=True,
               help="Which optional passes run: 0 none, 1 folding and memory, 2 fusion, 3 all.")
 @click.option("--disable", "disabled", multiple=True, metavar="PASS", help="Leave an optional pass out. Repeatable.")
@@ -43,7 +50,7 @@ def build(model: str, output: Path, target: str, dump: Path | None, force: bool,
     from relaxpack.compile import BuildOptions, build_bundle
 
     chosen = BuildOptions(disabled_passes=frozenset(disabled), ignore_config_keys=ignored, **options)
-    with StageBars() as bars:
+    with _interruptible() as check, StageBars(check) as bars:
         report = build_bundle(model, output, target, chosen, force=force, dump=dump, progress=bars)
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
@@ -54,6 +61,35 @@ def build(model: str, output: Path, target: str, dump: Path | None, force: bool,
         sys.stdout.write("\n")
     else:
         _print_summary(report)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Ctrl-C ends a build as KeyboardInterrupt even where it strikes inside TVM, which turns it into an error of a pass
+    or swallows it. Gives what the build calls now and then to notice that."""
+    seen = False
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        seen = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if seen:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield check
+        return
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield check
+    except Exception:
+        if seen:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _print_timing(passes: list[dict[str, Any]]) -> None:

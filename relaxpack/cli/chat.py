@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from relaxpack.cli.options import device_option, existing_bundle, sampling, sampling_options
+from relaxpack.cli.options import device_option, existing_bundle, sampling, sampling_options, utf8
+from relaxpack.errors import UsageError
 
 if TYPE_CHECKING:
     from relaxpack.runtime.conversation import Conversation
@@ -87,10 +88,17 @@ def _first_line() -> str | None:
     try:
         if sys.stdin is None or not select.select([sys.stdin], [], [], _WAIT)[0]:
             return None
-        line = sys.stdin.readline()
     except (OSError, ValueError):   # closed, or nothing that can be waited for
         return None
+    line = _read_line()
     return line.rstrip("\n") if line else None
+
+
+def _read_line() -> str:
+    try:
+        return utf8(sys.stdin.readline(), "standard input")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not UTF-8 text (byte {error.start})") from None
 
 
 def _line_reader(first: str | None) -> Callable[[str], str]:
@@ -99,7 +107,7 @@ def _line_reader(first: str | None) -> Callable[[str], str]:
     def read(prompt: str) -> str:
         if pending:
             return pending.pop()
-        line = sys.stdin.readline()
+        line = _read_line()
         if not line:
             raise EOFError
         return line.rstrip("\n")

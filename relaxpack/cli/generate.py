@@ -18,6 +18,8 @@ from relaxpack.cli.options import (
     parse_ids,
     sampling,
     sampling_options,
+    standard_input,
+    utf8,
 )
 from relaxpack.errors import RelaxpackError, UsageError
 
@@ -55,8 +57,9 @@ def generate(bundle: str, prompts: tuple[str, ...], prompt_ids: tuple[str, ...],
     if system is not None and raw:
         raise UsageError("--system needs the chat template: leave out --raw and --prompt-ids")
     ids = [parse_ids(text) for text in prompt_ids]
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
-    texts += [line.rstrip("\n") for line in prompts_file or () if line.strip()]
+    texts = [standard_input() if prompt == "-" else utf8(prompt, "the prompt") for prompt in prompts]
+    texts += _lines(prompts_file) if prompts_file is not None else []
+    system = None if system is None else utf8(system, "the system message")
     if not ids and not texts:
         raise UsageError("no prompt: give one, or - for standard input, or --prompt-ids, or --prompts-file")
     existing_bundle(bundle)
@@ -89,6 +92,13 @@ def generate(bundle: str, prompts: tuple[str, ...], prompt_ids: tuple[str, ...],
     else:
         for completion in done:
             click.echo(f"[{completion.prompt_index}] {completion.text}")
+
+
+def _lines(file: Any) -> list[str]:
+    try:
+        return [line.rstrip("\n") for line in file if line.strip()]
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file.name} is not UTF-8 text (byte {error.start})") from None
 
 
 def _chat_ids(llm: LLM, text: str, system: str | None, special: bool) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,9 +49,33 @@ def sampling(options: Mapping[str, Any]) -> dict[str, Any]:
 def parse_ids(text: str) -> list[int]:
     """"1,2,3" or "1 2 3" to token ids."""
     parts = text.replace(",", " ").split()
-    if not parts or not all(part.isdigit() for part in parts):
+    if not parts or not all(part.isascii() and part.isdigit() for part in parts):
         raise UsageError(f"--prompt-ids {text!r}: expected token ids like 1,2,3")
     return [int(part) for part in parts]
+
+
+def utf8(text: str, what: str) -> str:
+    """`text` of a command line or stream, whose bytes must be UTF-8 whatever the locale says."""
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeEncodeError:
+        return text                          # characters that the locale's encoding lacks, so they were no bytes
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{what} is not UTF-8 text (byte {error.start})") from None
+
+
+def standard_input() -> str:
+    """All of standard input. Raises UsageError where it is closed or not UTF-8."""
+    if sys.stdin is None:
+        raise UsageError("standard input is closed: give the prompt as an argument")
+    buffer = getattr(sys.stdin, "buffer", None)
+    if buffer is None:
+        return sys.stdin.read()
+    try:
+        text: str = buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not UTF-8 text (byte {error.start})") from None
+    return text
 
 
 def existing_bundle(bundle: str) -> str:

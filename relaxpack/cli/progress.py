@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -11,7 +12,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 class StageBars:
     """A `relaxpack.compile.Progress` on the terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        """`check` is called at every sign of progress."""
+        self._check = check
         console = Console(stderr=True)
         self._progress = Progress(TextColumn("{task.description:<11}"), BarColumn(), TextColumn("{task.fields[what]}"),
                                   TimeElapsedColumn(), console=console, disable=not console.is_terminal)
@@ -28,10 +31,12 @@ class StageBars:
         self._progress.stop()
 
     def stage(self, name: str, total: int | None = None) -> None:
+        self._check()
         self._finish()
         self._task = self._progress.add_task(name, total=total or 1, what="")
 
     def advance(self, what: str = "") -> None:
+        self._check()
         if self._task is not None:
             self._progress.update(self._task, advance=1, what=what[-50:])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -89,6 +90,7 @@ def test_special_tokens_in_a_prompt_are_text(model, capsys):
 
 @pytest.mark.parametrize("args, code, words", [
     ([], 2, "no prompt"), (["x", "--logprobs", "3"], 2, "add --json"), (["--prompt-ids", "1,b"], 2, "token ids"),
+    (["--prompt-ids", "²"], 2, "token ids"),
     (["x", "--raw", "--system", "s"], 2, "--system"), (["x", "--temperature", "-1"], 7, "temperature"),
     (["--prompt-ids", "100000"], 7, "100000"), (["--prompt-ids", "5 " * 600], 7, "600 tokens"),
     (["x", "--stop", ""], 7, "stop"),
@@ -96,6 +98,21 @@ def test_special_tokens_in_a_prompt_are_text(model, capsys):
 def test_bad_input_is_one_line(model, capsys, args, code, words):
     found, out, err = run(capsys, model[1], *args)
     assert (found, out) == (code, "") and words in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("bytes_, words", [(b"ab\xff", "not UTF-8 text (byte 2)"), (b"\xed\xa0\x80", "not UTF-8")])
+def test_bytes_that_are_no_text_are_one_line(model, capsys, monkeypatch, tmp_path, bytes_, words):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(bytes_)))
+    (tmp_path / "prompts.txt").write_bytes(bytes_)
+    for args in (["-"], ["--prompts-file", str(tmp_path / "prompts.txt")], [os.fsdecode(bytes_)],
+                 ["x", "--system", os.fsdecode(bytes_)]):
+        code, out, err = run(capsys, model[1], *args)
+        assert (code, out) == (2, "") and words in err and err.count("\n") == 1, args
+
+
+def test_prompts_are_utf8_in_any_locale(model, capsys):
+    """In the C locale of Python without its UTF-8 mode, arguments arrive as escaped bytes."""
+    assert run(capsys, model[1], "é日".encode().decode("ascii", "surrogateescape"))[1] == "É日\n"
 
 
 def test_missing_bundle_names_the_command_that_makes_one(capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -97,6 +99,32 @@ def test_a_bug_shows_its_traceback(command):
     command(body)
     with pytest.raises(ZeroDivisionError):
         cli.run(["boom"])
+
+
+@pytest.mark.parametrize("error, words", [
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device"),
+    (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/x/y"), "Permission denied: /x/y"),
+    (MemoryError("Unable to allocate 8 TiB"), "not enough memory: Unable to allocate 8 TiB")])
+def test_what_the_machine_refuses_is_one_line(command, capfd, error, words):
+    def body(size):
+        raise error
+    command(body)
+    assert cli.run(["boom"]) == 6
+    err = capfd.readouterr().err
+    assert words in err and err.startswith("relaxpack: ") and err.count("\n") == 1
+
+
+def test_closed_and_full_and_narrow_outputs():
+    """Standard output may be closed, on a full disk, or in an encoding that lacks most characters."""
+    def shell(line, **environment):
+        return subprocess.run(line, shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=60,
+                              env={**os.environ, "PYTHONPATH": ":".join(sys.path), **environment})
+    done = shell(f"{sys.executable} -m relaxpack --help >&-")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = shell(f"{sys.executable} -m relaxpack --help >/dev/full")
+    assert done.returncode == 6 and done.stderr == "relaxpack: the system refused: No space left on device\n"
+    code = "import sys, relaxpack.cli as c; c.run(['--version']); print('日本')"
+    assert shell(f"{sys.executable} -c \"{code}\"", PYTHONIOENCODING="ascii").stdout.endswith("\n??\n")
 
 
 def test_returned_exit_code_is_kept(command):

@@ -83,7 +83,7 @@ def test_an_error_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
             with writer.params(STEM) as params:
                 params.add("a", {"": np.zeros(4, np.float32)})
                 raise error
-    assert list((tmp_path / "deep").iterdir()) == []
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_error_while_replacing_keeps_the_old_bundle(tmp_path: Path) -> None:
@@ -136,6 +136,47 @@ def test_what_dead_writers_left_is_removed(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         write_bundle(tmp_path / "x.bundle")
     assert not dead.exists() and alive.exists() and new.exists()
+
+
+def test_the_slower_of_two_writers_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BundleError, match="--force"), BundleWriter(tmp_path / "x.bundle") as slow:
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        write_bundle(tmp_path / "x.bundle")
+        before = (tmp_path / "x.bundle" / "manifest.json").stat()
+        slow.add_bytes(LIBRARY, b"x")
+        with slow.params(STEM) as params:
+            params.add("a", {"": np.zeros(4, np.float32)})
+        slow.finish(make_manifest(target_entry(["a"])))
+    assert os.listdir(tmp_path) == ["x.bundle"]
+    assert (tmp_path / "x.bundle" / "manifest.json").stat() == before
+
+
+def test_an_interruption_between_two_renames_brings_the_old_bundle_back(tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / folder.name).touch()
+    monkeypatch.setattr(writer_module, "_exchange", lambda one, other: False)
+
+    def interrupted(self: Path, target: Path) -> None:
+        if self == new:
+            raise KeyboardInterrupt
+        os.rename(self, target)
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer_module._put(new, old, tmp_path / "aside")
+    assert os.listdir(old) == ["old"]
+
+
+def test_places_where_nothing_can_be_made_are_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BundleError, match=r"file is a file; choose another -o path"):
+        writer_module.check_destination(tmp_path / "file" / "x.bundle", False)
+    with pytest.raises(EnvironmentProblem, match=r"File name too long"):
+        writer_module.check_destination(tmp_path / ("a" * 300), False)
+    with pytest.raises(EnvironmentProblem, match=r"cannot write /proc/x.bundle"):
+        write_bundle(Path("/proc/x.bundle"))
 
 
 def test_the_folder_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

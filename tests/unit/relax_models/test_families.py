@@ -165,3 +165,10 @@ def test_generation_defaults(tmp_path: Path) -> None:
     assert 1 in checkpoint.assets.end_token_ids
     assert [w for w in checkpoint.audit.warnings if "num_beams = 4" in w]
     assert not [w for w in checkpoint.audit.warnings if "no_repeat_ngram_size" in w]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"hidden_size": ' + "1" * 10_000 + "}"])
+def test_json_that_no_parser_stands_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json is not a sane JSON file"):
+        open_checkpoint(tmp_path)

@@ -9,7 +9,7 @@ import signal
 import pytest
 from rich.console import Console
 
-from relaxpack.errors import RequestError
+from relaxpack.errors import RelaxpackError, RequestError
 from relaxpack.runtime.chat import TerminalChat
 from relaxpack.runtime.conversation import Conversation
 from relaxpack.runtime.text_generation import Timings
@@ -86,9 +86,14 @@ def test_unknown_command_and_escaped_slash(chat):
 
 
 def test_errors_are_shown_and_do_not_end_the_chat(chat):
-    conversation, out, talk = chat("fail", "/load /no/such/file", "one")
+    conversation, out, talk = chat("fail", "/load /no/such/file", "one", interactive=True)
     assert "the prompt has 99 tokens [sic]" in talk and "cannot load /no/such/file" in talk
-    assert out.endswith("one, one\n") and len(conversation.messages) == 2
+    assert out.endswith("one, one\n\n") and len(conversation.messages) == 2
+
+
+def test_a_script_gets_errors_raised(chat):
+    with pytest.raises(RelaxpackError, match="99 tokens"):
+        chat("fail", "one")
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(chat):

@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaxpack.errors import BundleError, TokenizerError
+from relaxpack.errors import BundleError, RequestError, TokenizerError
 from relaxpack.runtime.tokenizer import TextInfo, Tokenizer
 from tests.helpers.text import byte_level_json, chatml, llama2, sentencepiece_json
 
@@ -111,3 +111,11 @@ def test_opens_from_a_bundle():
     tokenizer = Tokenizer.from_bundle(Bundle())
     assert tokenizer.text == TextInfo(eos_token="<|im_end|>", end_token_ids=(2,), generation={"temperature": 0.2})
     assert tokenizer.decode(tokenizer.encode("Hello")) == "Hello"
+
+
+def test_half_characters_are_refused():
+    tokenizer = chatml()
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_template(text, {}),
+                   lambda text: tokenizer.encode_template("a", {"mark": text})):
+        with pytest.raises(RequestError, match=r"lone surrogate U\+D800 at character 2"):
+            encode("ab\ud800")

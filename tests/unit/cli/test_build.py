@@ -1,0 +1,52 @@
+"""`relaxpack build` as a command: options that make no sense, and Ctrl-C wherever it strikes. Compiles nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import relaxpack.cli as cli
+import relaxpack.compile
+from relaxpack.errors import CompileError
+from tests.helpers.tiny_checkpoints import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint")
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--max-context", "1"], "--max-context"), (["--max-context", "100000"], "supports 256 tokens"),
+    (["--max-batch", "0"], "--max-batch"), (["--max-batch", str(10**18)], "at most 8388607 sequences"),
+    (["--page-size", str(10**18)], "page size"), (["--kv-dtype", "bfloat16"], "float16 or float32"),
+    (["--dtype", "float16"], "float32"), (["--disable", "x"], "unknown pass 'x'"),
+    (["--pretokenizer", "smollm"], "tokenizer.json"), (["--dump", "/proc/x"], "choose another --dump folder"),
+    (["--target", "x"], "expected cpu")])
+def test_options_that_make_no_sense_are_one_line(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                 options: list[str], words: str) -> None:
+    assert cli.run(["build", str(checkpoint), "-o", str(tmp_path / "deep" / "x.bundle"), *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and words in err and err.count("\n") == 1
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_ctrl_c_inside_tvm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], swallowed: bool) -> None:
+    """TVM makes an error of a pass of it, or nothing at all."""
+    def build(*args: object, progress: relaxpack.compile.Progress, **options: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            if not swallowed:
+                raise CompileError("pass LowerKernels failed: RuntimeError") from None
+        progress.advance("next")
+        raise AssertionError("went on")
+    monkeypatch.setattr(relaxpack.compile, "build_bundle", build)
+    before = signal.getsignal(signal.SIGINT)
+    assert cli.run(["build", "m", "-o", "x"]) == 130
+    assert capsys.readouterr().err == "relaxpack: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is before
