@@ -29,6 +29,7 @@ from relaxpack.passes.fuse_add_norm import ADD_RMS_NORM, RMS_NORM
 from relaxpack.passes.fuse_unpack_matmul import EMBEDDING, LINEAR
 from relaxpack.passes.memory_plan import OVERWRITES
 from relaxpack.passes.rewrite import FunctionRewriter, operands_of, placeholder_name
+from relaxpack.passes.step_table import OPERATIONS
 from relaxpack.weight_format import FORMATS
 from tvm import relax
 from tvm.relax.expr_functor import mutator
@@ -47,6 +48,7 @@ class _Rewriter(FunctionRewriter):
         self.pages: Any = None
         self.global_vars: dict[str, Any] = {}
         self.calls: dict[str, Counter[tuple[str, str]]] = {}
+        self.operations: dict[str, dict[str, Any]] = {}
 
     def _rewrite_function(self, name: str, func: relax.Function) -> relax.Function:
         self.function_name = name
@@ -85,7 +87,8 @@ class _Rewriter(FunctionRewriter):
         buffers = {"x": x, **self._weight_buffers(weight, n, k, swiglu, rest)}
         if bias is not None:
             buffers["bias"] = bias
-        return self._call(self.provider.linear(spec), buffers, {"y": call.ty})
+        facts = {"operation": "linear", "n": n, "k": k, "format": weight.name}
+        return self._call(self.provider.linear(spec), buffers, {"y": call.ty}, facts)
 
     def _embedding(self, call: Any, operands: list[Any]) -> Any:
         token_ids, *buffers, fmt, _ = operands
@@ -94,7 +97,7 @@ class _Rewriter(FunctionRewriter):
         spec = EmbeddingSpec(vocab, hidden, weight, str(call.ty.dtype), tied_to_linear=True)
         return self._call(self.provider.embedding(spec),
                           {"token_ids": token_ids, **self._weight_buffers(weight, vocab, hidden, False, buffers)},
-                          {"y": call.ty})
+                          {"y": call.ty}, {"operation": "embedding", "vocab": vocab})
 
     def _norm(self, name: str, call: Any, operands: list[Any]) -> Any:
         *tensors, epsilon = operands
@@ -103,7 +106,7 @@ class _Rewriter(FunctionRewriter):
         spec = NormSpec(int(weight.ty.shape[0]), float(epsilon.value), str(x.ty.dtype), residual)
         buffers = {"x": x, "weight": weight, **({"residual": tensors[1]} if residual else {})}
         outputs = {"total": call.ty.fields[0], "y": call.ty.fields[1]} if residual else {"y": call.ty}
-        return self._call(self.provider.norm(spec), buffers, outputs)
+        return self._call(self.provider.norm(spec), buffers, outputs, {"operation": name.removeprefix("relaxpack.")})
 
     def _attention(self, name: str, call: Any, operands: list[Any]) -> Any:
         *tensors, layer, window = operands
@@ -114,16 +117,20 @@ class _Rewriter(FunctionRewriter):
         buffers |= {"pages": self.pages, "layer": layer}
         buffers |= {norm: self.as_float32(buffers[norm]) for norm in norms}
         spec = replace(self.attention, window=int(window) or None)
-        buffers["q"] = self.emit(self._call(self.provider.rope_append(spec), buffers, {"q": call.ty}))
+        facts = {"heads": spec.num_heads, "head_dim": spec.head_dim, "rotary_dim": spec.rotary_dim,
+                 "kv_bytes": 2 * spec.num_kv_heads * spec.head_dim * (4 if spec.kv_dtype == "float32" else 2)}
+        rope = self._call(self.provider.rope_append(spec), buffers, {"q": call.ty}, {"operation": "rope_append", **facts})
+        buffers["q"] = self.emit(rope)
         attend = self.provider.prefill_attention if name == PREFILL_ATTENTION else self.provider.decode_attention
-        return self._call(attend(spec), buffers | {"pages": self.pages}, {"y": call.ty})
+        return self._call(attend(spec), buffers | {"pages": self.pages}, {"y": call.ty},
+                          {"operation": "attention", "window": spec.window, **facts})
 
     def _sample(self, call: Any, operands: list[Any]) -> Any:
         logits, settings, counters, counts = operands
         buffers = {"logits": logits, "settings": settings, "counters": counters, "counts": counts}
         token_ids, logprobs = call.ty.fields
         kernel = self.provider.sample(SamplingSpec(int(logits.ty.shape[1])))
-        return self._call(kernel, buffers, {"token_ids": token_ids, "logprobs": logprobs})
+        return self._call(kernel, buffers, {"token_ids": token_ids, "logprobs": logprobs}, {"operation": "sample"})
 
     # -- plumbing -------------------------------------------------------------------------------------------------
 
@@ -140,8 +147,9 @@ class _Rewriter(FunctionRewriter):
         return {"weight" + (f".{suffix}" if suffix else ""): buffer
                 for (suffix, _, _), buffer in zip(layout.buffers, buffers, strict=True)}
 
-    def _call(self, kernel: Kernel, buffers: dict[str, Any], outputs: dict[str, Any]) -> Any:
-        """Emit the stages of a kernel; the result is the output, or a tuple of the outputs in their order."""
+    def _call(self, kernel: Kernel, buffers: dict[str, Any], outputs: dict[str, Any], facts: dict[str, Any]) -> Any:
+        """Emit the stages of a kernel; the result is the output, or a tuple of the outputs in their order. `facts` say
+        what is computed, for the step table."""
         buffers = dict(buffers)
         rows = next(iter(outputs.values())).shape[0]
         sequences = buffers["lengths"].ty.shape[0] if "lengths" in buffers else rows
@@ -149,7 +157,8 @@ class _Rewriter(FunctionRewriter):
         types = dict(outputs)
         for name, (shape, dtype) in kernel.temporaries.items():
             types[name] = relax.TensorType([symbols[d] if isinstance(d, str) else d for d in shape], dtype)
-        for stage in kernel.stages:
+        for index, stage in enumerate(kernel.stages):
+            self.operations[stage.name] = {**facts, "stage": index}
             self.calls[self.function_name][stage.name, kernel.source] += 1
             inputs = [buffers[name] for name in stage.inputs]
             out_types = [*(buffers[name].ty for name in stage.inplace), *(types[name] for name in stage.outputs)]
@@ -191,6 +200,6 @@ def LowerKernels(provider: KernelProvider, attention: AttentionSpec) -> Any:
         calls = {function: [{"kernel": name, "source": source, "calls": count}
                             for (name, source), count in sorted(counter.items())]
                  for function, counter in sorted(rewriter.calls.items())}
-        return out.with_attr(KERNELS, json.dumps(calls))
+        return out.with_attr(KERNELS, json.dumps(calls)).with_attr(OPERATIONS, json.dumps(rewriter.operations))
 
     return run

@@ -3,7 +3,8 @@
     graph     well-formed; every exported function present
     weights   no `permute_dims` reads a parameter: weights are stored as their kernels read them
     fuse      no standalone unpack (dequantise), no bare matmul left
-    lower     no placeholder left; every function takes the same parameters
+    lower     no placeholder left, no Relax operation that is not a kernel call or a view, every PrimFunc of a GPU
+              scheduled; every function takes the same parameters
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.errors import CompileError
 from relaxpack.passes.rewrite import exported_functions, is_op, num_inputs, placeholder_name
+from relaxpack.passes.schedule_rest import SOURCE
 from tvm import relax
+
+# What may stand beside kernel calls after lowering; none of it computes anything.
+_LOWERED = {f"relax.{name}" for name in ("call_tir", "call_tir_inplace", "call_pure_packed", "reshape", "shape_of")}
 
 
 def _complaint(phase: str, value: Any, parameters: set[Any]) -> str | None:
@@ -27,7 +32,16 @@ def _complaint(phase: str, value: Any, parameters: set[Any]) -> str | None:
             return "a matmul has no kernel"
     if phase == "lower" and placeholder_name(value) is not None:
         return f"{placeholder_name(value)} was not lowered"
+    if phase == "lower" and isinstance(value, tvm.ir.Call) and isinstance(value.op, tvm.ir.Op) \
+            and value.op.name not in _LOWERED:
+        return f"{value.op.name} has no kernel"
     return None
+
+
+def _unscheduled(mod: tvm.IRModule) -> str | None:
+    """Name of a PrimFunc that has neither a schedule of its own nor been through ScheduleRest."""
+    return next((gv.name_hint for gv, func in mod.functions_items() if isinstance(func, tvm.tirx.PrimFunc)
+                 and not (func.attrs or {}).get("tirx.is_scheduled") and SOURCE not in (func.attrs or {})), None)
 
 
 def VerifyPhase(phase: str) -> Any:
@@ -46,6 +60,8 @@ def VerifyPhase(phase: str) -> Any:
                     if (complaint := _complaint(phase, binding.value, parameters)) is not None:
                         raise CompileError(f"after phase {phase!r}, in {gv.name_hint}: {complaint}: "
                                            f"{binding.var.name} = {str(binding.value)[:200]}")
+        if phase == "lower" and (name := _unscheduled(mod)) is not None:
+            raise CompileError(f"after phase {phase!r}: PrimFunc {name} has no schedule")
         if not names or any(n != names[0] for n in names):
             raise CompileError(f"after phase {phase!r}: exported functions disagree about their parameters")
         return mod

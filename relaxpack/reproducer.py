@@ -105,13 +105,12 @@ def _alone(mod: tvm.IRModule, gv: Any, func: relax.Function) -> tvm.IRModule:
 
 def _beginning(func: relax.Function, count: int) -> relax.Function:
     """The function cut off after `count` bindings; it returns the last of them."""
-    block = func.body.blocks[0]
     bindings = [b for one in func.body.blocks for b in one.bindings][:count]
     last = bindings[-1].var
     result = relax.Var("cut", last.ty)
-    made = relax.DataflowBlock if isinstance(block, relax.DataflowBlock) else relax.BindingBlock
+    made = relax.DataflowBlock if isinstance(func.body.blocks[0], relax.DataflowBlock) else relax.BindingBlock
     body = relax.SeqExpr([made([*bindings, relax.VarBinding(result, last)])], result)
-    return relax.Function(func.params, body, None, func.is_pure, func.attrs)
+    return relax.Function(func.params, body, last.ty, func.is_pure, func.attrs)
 
 
 def describe(binding: Any) -> str:
