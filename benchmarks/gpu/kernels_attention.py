@@ -267,19 +267,20 @@ def time_decode(lib: dev.Library, ceiling: float, quick: bool) -> None:
         if rest.split("@")[0] not in ("8b", "1b", "7b"):
             continue
         spec = lib.spec(name)
-        for b, length in tuned if ("@" in rest or quick or rest != "8b") else shapes:
+        cases = tuned if "@" in rest or quick or rest != "8b" else shapes
+        for b, length, shuffle in [(*c, True) for c in cases] + [(16, 8192, False)]:
             per_layer = b * length * spec["num_kv_heads"] * spec["head_dim"] * 4
             layers = max(2, min(64, math.ceil(400e6 / per_layer) // 2 * 2))
-            case = dev.PagedCase(spec, [length] * b, layers=layers)
+            case = dev.PagedCase(spec, [length] * b, layers=layers, shuffle=shuffle)
             calls = [lib.prepare(name, case.buffers(layer)) for layer in range(layers)]
             seconds = dev.graph_time(calls)
             error = dev.relative_error(case.y[:4], case.reference(layers - 1)[:4])
             require(error < 4e-3, f"{name} {b}x{length}: error {error:.2e}")
             values: dict[str, Any] = {"us": seconds * 1e6, "GBps": per_layer / seconds / 1e9,
                                       "share": per_layer / seconds / ceiling, "error": error}
-            if "@" not in rest:
+            if "@" not in rest and shuffle:
                 values["sdpa_us"] = sdpa_decode(case, layers) * 1e6
-            record("decode", name, f"{b} x {length}", **values)
+            record("decode", name, f"{b} x {length}" + ("" if shuffle else " pages in order"), **values)
             del case, calls
             torch.cuda.empty_cache()
 

@@ -78,7 +78,7 @@ class PagedCase:
     """Pages in random order; page 0 and everything no sequence owns is NaN. `layers` copies for cold-cache timing."""
 
     def __init__(self, spec: dict[str, Any], lengths: list[int], queries: list[int] | None = None, layers: int = 2,
-                 magnitude: float = 1.0, seed: int = 0) -> None:
+                 magnitude: float = 1.0, seed: int = 0, shuffle: bool = True) -> None:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         layers += layers % 2
         size, kv_heads, dim = spec["page_size"], spec["num_kv_heads"], spec["head_dim"]
@@ -86,6 +86,8 @@ class PagedCase:
         self.spec, self.queries = spec, queries or [1] * len(lengths)
         counts = [-(-n // size) for n in lengths]
         order = torch.randperm(sum(counts), generator=generator, device=DEVICE) + 1
+        if not shuffle:
+            order = order.sort().values
         self.pages = torch.full((layers, sum(counts) + 1, 2, kv_heads, size, dim), POISON, dtype=dtype, device=DEVICE)
         table = torch.zeros((len(lengths), spec["max_pages"]), dtype=torch.int32)
         used = 0

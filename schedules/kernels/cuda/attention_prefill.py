@@ -109,6 +109,7 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
         total = T.alloc_buffer((MT, 2), "float32", scope="local")
         frag_a = T.alloc_buffer((MT, 4), "uint32", scope="local")
         frag_b = T.alloc_buffer((4,), "uint32", scope="local")
+        page = T.alloc_buffer((KV_PASSES,), "int32", scope="local")
         word: T.uint32
         peak: T.float32
         factor: T.float32
@@ -126,7 +127,6 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
         key: T.int32
         end: T.int32
         stage: T.int32
-        page: T.int32
 
         @T.inline
         def scan():
@@ -143,18 +143,21 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
         @T.inline
         def copy(first, into):
             # keys and values first .. first + KEYS - 1 → stage `into`; keys no query here can see become zeros
+            for i in T.unroll(KV_PASSES):                  # all look-ups at once: a copy must not wait for one
+                r = T.meta_var((tx + THREADS * i) // CHUNKS)
+                live = T.meta_var(T.And(first + r < end, first + r > position - WINDOW if WINDOWED else T.bool(True)))
+                page[i] = 0
+                if live:
+                    page[i] = page_table[seq, (first + r) // PS]
             for i in T.unroll(KV_PASSES):
                 r = T.meta_var((tx + THREADS * i) // CHUNKS)
                 c = T.meta_var((tx + THREADS * i) % CHUNKS)
+                live = T.meta_var(T.And(first + r < end, first + r > position - WINDOW if WINDOWED else T.bool(True)))
                 if (tx + THREADS * i) < KEYS * CHUNKS:
-                    page = 0
-                    live = T.meta_var(T.And(first + r < end, first + r > position - WINDOW if WINDOWED else T.bool(True)))
-                    if live:
-                        page = page_table[seq, (first + r) // PS]
                     bytes = T.meta_var(T.if_then_else(live, T.uint32(16), T.uint32(0)))
                     for j in T.unroll(2):
                         T.ptx[COPY16](ring.ptr_to([into, j, chunk(r, c), 0]),
-                                      pages.ptr_to([layer, T.Cast("int64", page), j, T.Cast("int64", head // G),
+                                      pages.ptr_to([layer, T.Cast("int64", page[i]), j, T.Cast("int64", head // G),
                                                     T.Cast("int64", (first + r) % PS), c * 8]), 16, bytes)
 
         @T.inline

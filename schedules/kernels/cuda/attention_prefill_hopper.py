@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
-from tvm.script import tirx as T
-
 from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.schedules.kernels.cuda.fragments import (
     COMMIT,
@@ -29,6 +27,7 @@ from relaxpack.schedules.kernels.cuda.fragments import (
     shuffle_up,
     shuffle_xor,
 )
+from tvm.script import tirx as T
 
 ROWS, GROUP, CONSUMERS, STAGES = 128, 128, 2, 2
 # shared-memory matrix descriptors without address, 128-byte swizzle, 16-byte units. Rows of 64 elements (128 bytes);
@@ -175,7 +174,16 @@ def function(spec: AttentionSpec, tuning: HopperTuning) -> Any:
             if wid >= CONSUMERS * 4:
                 T.ptx["setmaxnreg.dec.sync.aligned.u32"](tuning.producer_registers)
                 me = T.meta_var(tx - CONSUMERS * GROUP)
-                page: T.int32
+                page = T.alloc_buffer((KV_PASSES,), "int32", scope="local")     # of this thread's rows of a tile
+
+                @T.inline
+                def find_pages(first):
+                    # all look-ups at once: a copy must not wait for one
+                    for i in T.unroll(KV_PASSES):
+                        r = T.meta_var(first + (me + GROUP * i) // CHUNKS)
+                        page[i] = 0
+                        if T.And(r < end, r > position - WINDOW if WINDOWED else T.bool(True)):
+                            page[i] = page_table[seq, r // PS]
 
                 @T.inline
                 def copy(which, destination, stage):
@@ -184,11 +192,8 @@ def function(spec: AttentionSpec, tuning: HopperTuning) -> Any:
                         c = T.meta_var((me + GROUP * i) % CHUNKS)
                         live = T.meta_var(T.And(key + r < end,
                                                 key + r > position - WINDOW if WINDOWED else T.bool(True)))
-                        page = 0
-                        if live:
-                            page = page_table[seq, (key + r) // PS]
                         T.ptx[COPY16](destination.ptr_to([stage, *spot(r, c)]),
-                                      pages.ptr_to([layer, T.Cast("int64", page), which, T.Cast("int64", head // G),
+                                      pages.ptr_to([layer, T.Cast("int64", page[i]), which, T.Cast("int64", head // G),
                                                     T.Cast("int64", (key + r) % PS), c * 8]), 16,
                                       T.if_then_else(live, T.uint32(16), T.uint32(0)))
                     T.ptx[COMMIT]()
@@ -205,20 +210,26 @@ def function(spec: AttentionSpec, tuning: HopperTuning) -> Any:
                                   q.ptr_to([start + T.min(r, rows - 1), head * D + c * 8]), 16,
                                   T.if_then_else(r < rows, T.uint32(16), T.uint32(0)))
                 T.ptx[COMMIT]()
+                find_pages(key)
+                # Three copies are in flight; one is announced when the second after it has been issued.
                 while key < end:
                     T.cuda.mbarrier_wait(empty_k.ptr_to([step % STAGES]), step // STAGES % 2 ^ 1)
                     copy(0, keys, step % STAGES)
-                    T.ptx[WAIT](1)
+                    if step > 0:
+                        T.ptx[WAIT](2)
+                        announce(full_k, (step + (STAGES - 1)) % STAGES)
+                    T.cuda.mbarrier_wait(empty_v.ptr_to([step % STAGES]), step // STAGES % 2 ^ 1)
+                    copy(1, values, step % STAGES)
+                    find_pages(key + KEYS)
+                    T.ptx[WAIT](2)
                     if step == 0:
                         announce(full_q, 0)
                     else:
                         announce(full_v, (step + (STAGES - 1)) % STAGES)
-                    T.cuda.mbarrier_wait(empty_v.ptr_to([step % STAGES]), step // STAGES % 2 ^ 1)
-                    copy(1, values, step % STAGES)
-                    T.ptx[WAIT](1)
-                    announce(full_k, step % STAGES)
                     key = key + KEYS
                     step = step + 1
+                T.ptx[WAIT](1)
+                announce(full_k, (step + (STAGES - 1)) % STAGES)
                 T.ptx[WAIT](0)
                 announce(full_v, (step + (STAGES - 1)) % STAGES)
             else:

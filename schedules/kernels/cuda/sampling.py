@@ -24,7 +24,7 @@ from tvm.script import tirx as T
 SCAN_THREADS, SCAN_VECTORS = 256, 4          # 4096 logits a block in stage one
 TOPS = SCAN_THREADS // 16                    # maxima of 256 logits each that stage one leaves for stage two
 THREADS, VECTORS = 512, 4                    # 8192 logits a round in stage two
-BINS, CANDIDATES = 2048, 4096
+BINS, CANDIDATES = 2048, 8192
 KEY_BITS, KEY_SCALE = 31, float(1 << 26)     # key = distance * 2^26, distance < 32
 DISTANCE_LIMIT = 31.999
 MASS_BITS, MASS_HALF = 28, 14                # mass = e^-distance * 2^28; sums of its halves fit 32 bits (V < 2^18)
@@ -267,6 +267,8 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
         warp = T.meta_var(tx // 32)
         x = T.alloc_buffer((4 * VECTORS,), "float32", scope="local")
         seen = T.alloc_buffer((4 * VECTORS,), "int32", scope="local")
+        ahead = T.alloc_buffer((4 * VECTORS,), "float32", scope="local")
+        seen_ahead = T.alloc_buffer((4 * VECTORS,), "int32", scope="local")
         word = T.alloc_buffer((4,), "uint32", scope="local")
         key = T.alloc_buffer((6,), "uint32", scope="local")
         own_count = T.alloc_buffer((PER,), "int32", scope="local")
@@ -284,6 +286,7 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
         votes: T.uint32
         value: T.float32
         distance: T.float32
+        reach: T.float32                      # no kept token is farther from the maximum (a little more than `cut`)
         noise: T.float32
         scale: T.float32
         counts_row: T.int32
@@ -342,34 +345,51 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
 
         @T.inline
         def sweep(kind):
+            # the next round's logits are on their way while this round's are looked at
+            for j in T.unroll(VECTORS):
+                load4(ahead, seen_ahead, logits, counts, row, counts_row, (j * THREADS + tx) * 4, j * 4)
             base = 0
             while base < V:
+                for i in T.unroll(4 * VECTORS):
+                    x[i] = ahead[i]
+                    seen[i] = seen_ahead[i]
                 for j in T.unroll(VECTORS):
-                    load4(x, seen, logits, counts, row, counts_row, base + (j * THREADS + tx) * 4, j * 4)
+                    load4(ahead, seen_ahead, logits, counts, row, counts_row,
+                          base + ((VECTORS + j) * THREADS + tx) * 4, j * 4)
+                value = T.float32("-inf")
                 for j in T.unroll(VECTORS):
                     for i in T.unroll(4):
-                        value = x[j * 4 + i]
-                        keep = 0
-                        if value > T.float32("-inf"):
+                        distance = x[j * 4 + i]
+                        if MASKED or counts_row >= 0:
+                            adjust(distance, seen[j * 4 + i], base + (j * THREADS + tx) * 4 + i, row, settings, counters,
+                                   allowed, scale)
+                        else:
+                            distance = distance * scale
+                        x[j * 4 + i] = distance
+                        value = T.max(value, distance)
+                # most rounds have no candidate in the whole warp
+                if T.cuda.ballot_sync(T.uint32(FULL_MASK), T.Cast("int32", best - value <= reach)) != T.uint32(0):
+                    for j in T.unroll(VECTORS):
+                        for i in T.unroll(4):
                             index = base + (j * THREADS + tx) * 4 + i
-                            adjust(value, seen[j * 4 + i], index, row, settings, counters, allowed, scale)
-                            distance = best - value
+                            distance = best - x[j * 4 + i]
+                            keep = 0
                             if distance < T.float32(DISTANCE_LIMIT):
                                 item_key = T.Cast("uint32", distance * T.float32(KEY_SCALE))
                                 if kind == "gather":
                                     keep = T.if_then_else(item_key <= cut, 1, 0)
                                 else:
                                     visit(kind)
-                        if kind == "gather":
-                            votes = T.cuda.ballot_sync(T.uint32(FULL_MASK), keep)
-                            if votes != T.uint32(0):
-                                if lane == 0:
-                                    other = T.cuda.atomic_add(found.ptr_to([3]), T.Cast("int32", T.popcount(votes)))
-                                other = shuffle(other, 0) + T.Cast("int32", T.popcount(
-                                    votes & ((T.uint32(1) << T.Cast("uint32", lane)) - T.uint32(1))))
-                                if T.And(keep == 1, other < CANDIDATES):
-                                    list_key[other] = item_key
-                                    list_token[other] = index
+                            if kind == "gather":
+                                votes = T.cuda.ballot_sync(T.uint32(FULL_MASK), keep)
+                                if votes != T.uint32(0):
+                                    if lane == 0:
+                                        other = T.cuda.atomic_add(found.ptr_to([3]), T.Cast("int32", T.popcount(votes)))
+                                    other = shuffle(other, 0) + T.Cast("int32", T.popcount(
+                                        votes & ((T.uint32(1) << T.Cast("uint32", lane)) - T.uint32(1))))
+                                    if T.And(keep == 1, other < CANDIDATES):
+                                        list_key[other] = item_key
+                                        list_token[other] = index
                 base = base + THREADS * VECTORS * 4
 
         @T.inline
@@ -553,9 +573,10 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
                 while index < MAXIMA:
                     value = maxima[index]
                     other = 0
-                    for i in T.serial(MAXIMA):
-                        if T.Or(maxima[i] > value, T.And(maxima[i] == value, i < index)):
-                            other = other + 1
+                    for j in T.serial(MAXIMA // 16):
+                        for i in T.unroll(16):
+                            other = other + T.Cast("int32", T.Or(maxima[j * 16 + i] > value, T.And(
+                                maxima[j * 16 + i] == value, j * 16 + i < index)))
                     if other == counters[row, TOP_K] - 1:
                         shared_f[3] = value
                     index = index + THREADS
@@ -567,6 +588,7 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
                 distance = T.min(distance, T.log(T.float32(V) / value) + T.float32(0.01))
             elif need_k == 0:
                 distance = T.min(distance, T.max(-T.log(settings[row, MIN_P]), T.float32(0)))
+            reach = T.max(distance, T.float32(0)) + T.float32(1e-5)
             cut = T.Cast("uint32", T.max(distance, T.float32(0)) * T.float32(KEY_SCALE))
             min_cut = T.uint32((1 << KEY_BITS) - 1)
             if settings[row, MIN_P] > T.float32(0):

@@ -13,6 +13,12 @@ import pytest
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None,
                                 reason="the emulator needs g++ on x86-64")
 
+from relaxpack.errors import CompileError
+from relaxpack.kernel_spec import AttentionSpec, Kernel, SamplingSpec
+from relaxpack.schedules.kernels.cuda import attention_decode, attention_prefill, rope_append, sampling
+from relaxpack.schedules.kernels.cuda.attention_decode import DecodeTuning, decode_attention
+from relaxpack.schedules.kernels.cuda.attention_prefill import PrefillTuning, prefill_attention
+from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import HopperTuning
 from tests.helpers import cuda_harness as harness
 from tests.helpers import sampling_case
 from tests.helpers.attention_case import (
@@ -25,13 +31,6 @@ from tests.helpers.attention_case import (
     to_bits,
 )
 from tests.helpers.cuda_emulator import EmulatedModule
-
-from relaxpack.errors import CompileError
-from relaxpack.kernel_spec import AttentionSpec, Kernel, SamplingSpec
-from relaxpack.schedules.kernels.cuda import attention_decode, attention_prefill, rope_append, sampling
-from relaxpack.schedules.kernels.cuda.attention_decode import DecodeTuning, decode_attention
-from relaxpack.schedules.kernels.cuda.attention_prefill import PrefillTuning, prefill_attention
-from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import HopperTuning
 
 TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
 
