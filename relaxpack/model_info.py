@@ -35,7 +35,18 @@ class ModelInfo:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ModelInfo:
-        known = {f.name for f in fields(cls)}
-        values = {k: v for k, v in data.items() if k in known}
+        """Raises KeyError, TypeError or ValueError where a value is missing or makes no sense."""
+        values = {f.name: data[f.name] for f in fields(cls)}
+        for name, kind in (*((name, int) for name in _SIZES), *((name, str) for name in _NAMES), ("add_bos", bool)):
+            if type(values[name]) is not kind or (kind is int and not 1 <= values[name] < 2**31):
+                raise ValueError(f"model_info: {name} is {values[name]!r}")
         values["end_token_ids"] = tuple(values["end_token_ids"])
+        for token_id in (*values["end_token_ids"], *([] if (bos := values["bos_token_id"]) is None else [bos])):
+            if type(token_id) is not int or not 0 <= token_id < values["vocab_size"]:
+                raise ValueError(f"model_info: the token id {token_id!r} is not one of {values['vocab_size']}")
         return cls(**values)
+
+
+_SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_context", "page_size",
+          "max_batch", "prefill_chunk")
+_NAMES = ("name", "architecture", "kv_dtype", "activation_dtype")

@@ -66,6 +66,17 @@ def test_damage(data: bytes) -> None:
         Manifest.from_bytes(data)
 
 
+@pytest.mark.parametrize("change", [
+    {"max_context": -5}, {"page_size": "x"}, {"page_size": 0}, {"vocab_size": True}, {"max_batch": 1 << 40}, {"name": None},
+    {"kv_dtype": 3}, {"end_token_ids": 2}, {"end_token_ids": ["2"]}, {"bos_token_id": 10**9}, {"add_bos": "no"}])
+def test_model_facts_that_make_no_sense_are_damage(change: dict[str, Any]) -> None:
+    info = json.loads(MANIFEST.to_bytes())["model_info"]
+    for data in (changed(model_info={**info, **change}),
+                 changed(model_info={k: v for k, v in info.items() if k not in change})):
+        with pytest.raises(DamagedMemberError, match="manifest.json is damaged"):
+            Manifest.from_bytes(data)
+
+
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a//b", "a/./b", "a/../b", "", ".", ".hidden", "a\\b", "C:x",
                                   "-x", "a\x00b", "a\nb", "é", "a" * 300, "a/"])
 def test_unsafe_member_names(name: str) -> None:
