@@ -1,12 +1,14 @@
 """`LLM`: a bundle in Python. Loads it once and answers prompts and chats; several at once are batched.
 
-Runs the engine in the caller's thread, so an LLM belongs to one thread. `relaxpack serve` is for many clients.
+Runs the engine in the caller's thread; several threads may call one LLM, and their prompts are batched. `relaxpack serve`
+is for many clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cache
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,8 @@ class LLM:
         """Continue raw prompts (no chat template), text or token ids. One prompt gives one `Completion`, a list of
         prompts a list in their order (n of each for n > 1). `special` reads special tokens written in the text."""
         single = _is_prompt(prompts)
+        if not single and (isinstance(prompts, bytes) or not isinstance(prompts, Iterable)):
+            raise RequestError(f"a prompt is text or a list of token ids, got {_short(prompts)}")
         several: Sequence[Any] = [prompts] if single else prompts
         ids = [self.encode(prompt, special=special) for prompt in several]
         done = self.generator.complete(ids, params or self.params(**sampling), continuation=True)
@@ -89,6 +93,9 @@ class LLM:
              template_options: Mapping[str, Any] | None = None, **sampling: Any) -> Any:
         """Answer one conversation or a list of them. Message and tool formats are those of the OpenAI API; calls that
         the model wrote are in `tool_calls`. `template_options` are further variables of the chat template."""
+        if isinstance(messages, str):
+            raise RequestError('a chat is a list of messages like [{"role": "user", "content": "Hi"}], got text; generate '
+                               "continues text")
         single = bool(messages) and isinstance(messages[0], Mapping)
         chats: Sequence[Any] = [messages] if single else messages
         ids = [self.template.encode(chat, tools=tools, special_in_content=special_in_content,
@@ -114,7 +121,11 @@ class LLM:
 
     def encode(self, prompt: Prompt, *, special: bool = False) -> list[int]:
         """Token ids of a raw prompt; ids pass through."""
-        return self.tokenizer.encode(prompt, special=special) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, special=special)
+        if not _is_prompt(prompt):
+            raise RequestError(f"a prompt is text or a list of token ids, got {_short(prompt)}")
+        return [int(token_id) for token_id in prompt]
 
 
 def _grammars(tokenizer: Tokenizer, info: ModelInfo) -> Callable[[Grammar], Constraint]:
@@ -126,7 +137,16 @@ def _grammars(tokenizer: Tokenizer, info: ModelInfo) -> Callable[[Grammar], Cons
 
 
 def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (bool(value) and all(isinstance(item, int) for item in value))
+    if isinstance(value, str):
+        return True
+    # NumPy's integers count as token ids; its arrays are no Sequence, and bytes are one that nobody means.
+    return (isinstance(value, Iterable) and isinstance(value, Sized) and not isinstance(value, bytes) and len(value) > 0
+            and all(isinstance(item, Integral) and not isinstance(item, bool) for item in value))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _checked(completions: list[Completion]) -> list[Completion]:

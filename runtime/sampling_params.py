@@ -6,9 +6,9 @@ Limits that need a model (vocabulary size, context) are checked by the engine wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from relaxpack.errors import RequestError
 
@@ -89,11 +89,11 @@ class SamplingParams:
         for token_id, value in bias.items():
             _integer("logit_bias", token_id, low=0, what="token id ")
             _number("logit_bias", value, low=-100.0, high=100.0)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         for s in stop:
             if not isinstance(s, str) or not s:
                 raise RequestError(f"stop strings must be non-empty text, got {s!r}", "stop")
-        stop_ids = tuple(self.stop_token_ids)
+        stop_ids = _tuple("stop_token_ids", self.stop_token_ids)
         for token_id in stop_ids:
             _integer("stop_token_ids", token_id, low=0)
         bad = tuple(tuple(w) for w in self.bad_words)
@@ -143,3 +143,9 @@ def _integer(name: str, value: int, low: int, high: int | None = None, what: str
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
         raise RequestError(f"{name} must be {limit}, got {what}{value}", name)
+
+
+def _tuple(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise RequestError(f"{name} must be a list, got {values!r}", name)
+    return tuple(values)

@@ -1,11 +1,13 @@
 """`TextGenerator`: prompts in, streamed text out, over an engine in this thread.
 
 Adds to the engine what it does not know: detokenizing, stop strings, timings in words a user reads. Prompts are token
-ids here; chat templates and histories are above. For many threads or HTTP, see `async_engine.py`.
+ids here; chat templates and histories are above. Threads may share a generator: whoever needs a token steps the engine
+for all. For many clients or HTTP, see `async_engine.py`.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +21,8 @@ from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.stop_matcher import StopMatcher
 from relaxpack.runtime.tokenizer import Tokenizer
 from relaxpack.runtime.tool_calls import ToolCall
+
+_TURN = 0.002   # seconds that a thread waits for the engine before it looks at its events again
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class TextGenerator:
         self.engine = engine
         self.tokenizer = tokenizer
         self._inboxes: dict[str, deque[TokenEvent]] = {}    # by request; streams may take turns stepping the engine
+        self._lock = threading.RLock()      # held around every call of the engine, which belongs to one thread at a time
 
     def stream(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *,
                continuation: bool = False, show: Iterable[str] = (), salt: str = "",
@@ -112,28 +117,42 @@ class TextGenerator:
         outputs: dict[tuple[str, int], tuple[Completion, TextStream]] = {}
         try:
             for number, prompt_ids in enumerate(prompts):
-                request = self.engine.add(prompt_ids, params, salt=salt)
-                requests.append(request)
-                self._inboxes[request.id] = inbox
+                with self._lock:
+                    request = self.engine.add(prompt_ids, params, salt=salt)
+                    requests.append(request)
+                    self._inboxes[request.id] = inbox
                 for index in range(params.n):
                     detokenizer = self.tokenizer.detokenizer(continuation=continuation, show=show)
                     outputs[request.id, index] = (Completion(number, index, request.prompt_ids),
                                                   TextStream(detokenizer, params.stop))
-            while inbox or not all(request.finished for request in requests):
-                if not inbox:
-                    self._deliver(self.engine.step())
-                    if cancelled():
-                        for request in requests:
-                            self._deliver(self.engine.cancel(request))
+            while self._advance(inbox, requests, cancelled):
                 while inbox:
                     event = inbox.popleft()
                     completion, text_stream = outputs[event.request.id, event.sequence.index]
                     if completion.finish_reason is None:     # else more tokens came before its stop string was seen
                         yield self._apply(event, completion, text_stream)
         finally:
-            for request in requests:
-                self.engine.cancel(request)
-                self._inboxes.pop(request.id, None)
+            with self._lock:
+                for request in requests:
+                    self.engine.cancel(request)
+                    self._inboxes.pop(request.id, None)
+
+    def _advance(self, inbox: deque[TokenEvent], requests: Sequence[Request], cancelled: Callable[[], bool]) -> bool:
+        """Step the engine unless events wait already. False where neither events nor unfinished requests are left."""
+        while not self._lock.acquire(timeout=_TURN):
+            if inbox:                        # another thread's steps bring this one's events too
+                return True
+        try:
+            if not inbox:
+                if all(request.finished for request in requests):
+                    return False
+                self._deliver(self.engine.step())
+                if cancelled():
+                    for request in requests:
+                        self._deliver(self.engine.cancel(request))
+            return True
+        finally:
+            self._lock.release()
 
     def _deliver(self, events: Iterable[TokenEvent]) -> None:
         for event in events:
@@ -157,8 +176,10 @@ class TextGenerator:
             if event.finish_reason is None or sequence.stop_token_id is None:
                 text = stream.add([event.token_id])
         reason = event.finish_reason
-        if stream.stop is not None and sequence.status is not SequenceStatus.FINISHED:
-            self.engine.finish(sequence, FinishReason.STOP)
+        if stream.stop is not None:
+            with self._lock:
+                if sequence.status is not SequenceStatus.FINISHED:
+                    self.engine.finish(sequence, FinishReason.STOP)
         if reason is not None:
             text += stream.finish()
         if stream.stop is not None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
+import numpy as np
 import pytest
 
 from relaxpack.errors import RequestError
@@ -51,6 +55,68 @@ def test_prompts_may_be_token_ids():
     ids = llm.encode("no")
     assert [str(c) for c in llm.generate([ids, "maybe"])] == ["yes", "yes"]
     assert llm.generate(ids).prompt_ids == ids
+
+
+def test_numpy_token_ids_are_token_ids():
+    llm = make(lambda text: "yes")
+    ids = llm.encode("no")
+    for given in (np.array(ids), np.array(ids, np.uint16), [np.int64(i) for i in ids]):
+        assert str(llm.generate(given)) == "yes"
+    assert [str(c) for c in llm.generate([np.array(ids), "maybe"])] == ["yes", "yes"]
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"hello", ["a", 3.5], [[]], [True], [None], {"role": "user"}.items()])
+def test_what_is_no_prompt_is_refused(prompt):
+    with pytest.raises(RequestError, match="a prompt is text or a list of token ids, got"):
+        make(upper).generate(prompt)
+
+
+def test_a_text_is_no_chat():
+    with pytest.raises(RequestError, match="a chat is a list of messages"):
+        make(upper).chat("hello")
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+def test_lists_of_stops_must_be_lists(name):
+    with pytest.raises(RequestError, match=f"{name} must be a list, got 5"):
+        make(upper).generate("x", **{name: 5})
+
+
+def test_threads_share_a_model():
+    """The engine is in one step at a time, every thread gets its own answer, and prompts of all are batched."""
+    llm = make(upper)
+    forward, inside, most = llm.engine.runner.forward, [], 0
+
+    def watched(plan):
+        nonlocal most
+        assert not inside, "two threads are in the model"
+        inside.append(1)
+        most = max(most, len(plan.sequences))
+        try:
+            return forward(plan)
+        finally:
+            inside.pop()
+    llm.engine.runner.forward = watched
+    before, answers, barrier = sys.getswitchinterval(), {}, threading.Barrier(8)
+
+    def ask(number):
+        text = f"thread {number} says {'abcdefgh' * number}"
+        barrier.wait(10)
+        if number % 2:
+            answers[text] = "".join(llm.stream([{"role": "user", "content": text}]))
+        else:
+            answers[text] = str(llm.chat([{"role": "user", "content": text}], stop="never"))
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(8)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert len(answers) == 8 and all(answer == text.upper() for text, answer in answers.items())
+    assert most > 1 and not llm.engine.has_work
 
 
 def test_stream_gives_the_same_text_in_pieces():
