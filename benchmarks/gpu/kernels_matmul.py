@@ -32,22 +32,32 @@ def make(variant: dict[str, Any]) -> Any:
     """Variant → PrimFunc named by it."""
     from relaxpack.schedules.kernels.cuda.dequantize import dequantize
     from relaxpack.schedules.kernels.cuda.gemm_few import gemm_few
+    from relaxpack.schedules.kernels.cuda.gemm_few_quant import gemm_few_quant
     from relaxpack.schedules.kernels.cuda.gemm_many import gemm_many
     from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
     from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
     from relaxpack.schedules.kernels.cuda.norm import norm
     from relaxpack.weight_format import FORMATS
 
-    from relaxpack.kernel_spec import NormSpec  # isort: skip
+    from relaxpack.kernel_spec import LinearSpec, NormSpec  # isort: skip
+    from relaxpack.schedules.kernels.cuda.linear import linear  # isort: skip
 
     n, k, dtype, out_dtype, options = (variant[key] for key in ("n", "k", "dtype", "out_dtype", "options"))
     family, name = variant["family"], variant["name"]
     if family == "dequantize":
         return dequantize(n, k, FORMATS[variant["weight"]], dtype, name=name)
+    if family == "few_quant":
+        return gemm_few_quant(n, k, FORMATS[variant["weight"]], dtype, out_dtype, name=name, **options)
     if family == "norm":
         return norm(NormSpec(k, 1e-5, dtype, options["residual"]), dependent_launch=options["dependent_launch"], name=name)
     if family == "quant":
         return gemm_rows_quant(n, k, FORMATS[variant["weight"]], dtype, out_dtype, name=name, **options)
+    if family == "any":
+        flags = {key: options[key] for key in ("swiglu", "bias", "residual")}
+        spec = LinearSpec(n, k, FORMATS["bf16" if dtype == "bfloat16" else "f16"],
+                          "prefill" if options["prefill"] else "decode", dtype, out_dtype, **flags)
+        (stage,) = linear(spec, "sm_90a").stages
+        return stage.func.with_attr("global_symbol", name)
     return {"rows": gemm_rows, "few": gemm_few, "many": gemm_many}[family](n, k, dtype, out_dtype, name=name, **options)
 
 
@@ -374,8 +384,8 @@ def run_group(folder: Path, group: str, out: Path) -> None:
 def table(result: dict[str, Any]) -> None:
     bad = [c for c in result["checks"] if not c["ok"] or c.get("same_again") is False]
     ceilings = ", ".join(f"{name} {value:.2f}" for name, value in result["ceilings"].items())
-    print(f"[{result['group']}] {result['device']} {result['seconds']:.0f} s, {len(result['checks'])} checks, {len(bad)} bad, "
-          f"{len(result['failures'])} failures, ceilings {ceilings}")
+    print(f"[{result['group']}] {result['device']} {result['seconds']:.0f} s, {len(result['checks'])} checks, "
+          f"{len(bad)} bad, {len(result['failures'])} failures, ceilings {ceilings}")
     for entry in bad[:25]:
         print("  BAD", entry["name"], "t", entry["t"], f"{entry['error']:.2e}", "same", entry.get("same_again"))
     for entry in result["failures"][:10]:
@@ -390,7 +400,7 @@ def table(result: dict[str, Any]) -> None:
         ratio = f"{library['us'] / entry['us']:.2f}x" if library else ""
         marks = " ".join(f"{k[:6]}={int(v)}" for k, v in entry["options"].items() if k not in ("swiglu", "dependent_launch"))
         print(f"  {linear:11s} t {t:5d} {kind:12s} {entry['us']:8.1f} us {entry['tb_s']:6.2f} TB/s "
-              f"{entry['tflop_s']:6.0f} TF/s {ratio:6s} {marks}")
+              f"{entry['tflop_s']:5.0f} TF/s {ratio:6s} {marks}")
 
 
 def main() -> int:

@@ -10,6 +10,8 @@ LINEARS: dict[str, tuple[int, int, bool]] = {       # name → N, K, swiglu
     "1b.down": (2048, 8192, False), "1b.head": (128256, 2048, False),
     "8b.qkv": (6144, 4096, False), "8b.o": (4096, 4096, False), "8b.gate_up": (28672, 4096, True),
     "8b.down": (4096, 14336, False), "8b.head": (128256, 4096, False),
+    "7b.qkv": (4608, 3584, False), "7b.o": (3584, 3584, False), "7b.gate_up": (37888, 3584, True),
+    "7b.down": (3584, 18944, False),
 }
 MULTIPROCESSORS = 132
 
@@ -53,6 +55,15 @@ def check_variants() -> list[dict[str, Any]]:
                   variant("quant", (1072, 1088), "float16", None, weight, check=few[:9], columns=16, strips=2, bias=True,
                           swiglu=True, dependent_launch=True),
                   variant("dequantize", (1072, 576), "bfloat16", None, weight, check=(0,))]
+        found.append(variant("quant", (1072, 1088), "bfloat16", "float32", weight, check=few[:9], columns=8, warps=4,
+                             ahead=True, residual=True, dependent_launch=True))
+        if weight != "q6_k":
+            more = (9, 16, 17, 33, 64, 65)
+            found += [variant("few_quant", (1072, 576), "bfloat16", "float32", weight, check=more, columns=16),
+                      variant("few_quant", (1072, 2048), "bfloat16", "float32", weight, check=more, columns=64, strips=2,
+                              split=4, residual=True, dependent_launch=True),
+                      variant("few_quant", (1072, 1088), "float16", None, weight, check=more, columns=32, strips=2, split=3,
+                              bias=True, swiglu=True)]
     return found
 
 
@@ -96,18 +107,21 @@ def quant_variants() -> list[dict[str, Any]]:
     """1 to 64 rows with quantised weights."""
     found = []
     for linear, (n, k, swiglu) in LINEARS.items():
-        if linear.startswith("1b") and linear != "1b.gate_up":
+        if not linear.startswith("8b") and linear != "1b.gate_up":
             continue
         out = "float32" if linear.endswith("head") else None
         for weight in ("q4_0", "q4_1", "q4_k", "q6_k", "q8_0") if linear in ("8b.o", "8b.gate_up") else ("q4_0",):
             common: dict[str, Any] = {"linear": linear, "swiglu": swiglu, "dependent_launch": True, "weight": weight}
-            for warps, unroll in ((8, 2), (8, 4), (4, 4), (16, 2)) if weight == "q4_0" else ((8, 2), (8, 4)):
+            for warps, unroll, ahead in ((16, 2, True), (8, 2, True), (8, 2, False), (4, 4, False)):
                 found.append(variant("quant", (n, k), out_dtype=out, rows=(1, 8), columns=8, warps=warps, unroll=unroll,
-                                     **common))
-            if weight == "q4_0":
-                found += [variant("quant", (n, k), out_dtype=out, rows=(columns,), columns=columns, warps=warps, unroll=2,
-                                  strips=strips, **common)
-                          for columns, warps, strips in ((16, 8, 1), (32, 8, 1), (32, 4, 2), (64, 4, 2))]
+                                     ahead=ahead, **common))
+            for columns in (16, 32, 64) if weight == "q4_0" else ():
+                for strips in (1, 2):
+                    blocks = -(-n // (128 * strips))
+                    for split in (1, 2, 4, 8):
+                        if 60 <= blocks * split <= 300 or (split == 1 and blocks > 300):
+                            found.append(variant("few_quant", (n, k), out_dtype=out, rows=(columns,), columns=columns,
+                                                 strips=strips, split=split, **common))
     for weight in ("q4_0", "q8_0"):
         found.append(variant("dequantize", (28672, 4096), weight=weight, rows=(0,), linear="8b.gate_up"))
     return found
@@ -117,7 +131,7 @@ def many_variants() -> list[dict[str, Any]]:
     """128 rows and more in bf16."""
     found = []
     for linear, (n, k, swiglu) in LINEARS.items():
-        if linear.endswith("head"):
+        if linear.endswith("head") or linear.startswith("7b"):
             continue
         for tile_n in (128, 192, 256) if swiglu else (96, 128, 160, 192, 224, 256):
             for cluster in (1, 2):
@@ -147,8 +161,53 @@ def chain_variants() -> list[dict[str, Any]]:
     return found
 
 
+PLAN_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def plan_variants() -> list[dict[str, Any]]:
+    """What `linear.py` picks for each bucket: the final table against cuBLAS. Needs no compiler to list."""
+    from relaxpack.schedules.kernels.cuda.linear import hopper_plan
+
+    found: dict[str, dict[str, Any]] = {}
+    for linear, (n, k, swiglu) in LINEARS.items():
+        for rows in PLAN_ROWS:
+            if linear.endswith("head") and rows > 128:
+                continue
+            family, options = hopper_plan(n, k, rows, swiglu)
+            v = variant(family.removeprefix("gemm_"), (n, k), out_dtype="float32" if linear.endswith("head") else None,
+                        rows=(rows,), linear=linear, swiglu=swiglu, dependent_launch=True, **options)
+            found.setdefault(v["name"], {**v, "rows": []})["rows"].append(rows)
+    return list(found.values())
+
+
+def explore_variants() -> list[dict[str, Any]]:
+    """Small matrices at 128 to 512 rows: which of several blocks of rows, splits and tiles wins."""
+    found = []
+    for linear, (n, k, swiglu) in LINEARS.items():
+        if n > 6144:
+            continue
+        common: dict[str, Any] = {"linear": linear, "swiglu": swiglu, "dependent_launch": True}
+        for columns, rows in ((64, (128, 256)), (128, (256, 512))):
+            for split in (1, 2, 3, 4):
+                if -(-n // 128) * split * (rows[0] // columns) <= 150:
+                    found.append(variant("few", (n, k), rows=rows, columns=columns, consumers=2, split=split, share=1,
+                                         blocks_per_sm=1, **common))
+        for tile_n, cluster in ((64, 1), (64, 2), (96, 1), (96, 2), (128, 1), (192, 1)):
+            found.append(variant("many", (n, k), rows=(128, 256, 512), tile_n=tile_n, cluster=cluster, **common))
+    return found
+
+
+def any_variants() -> list[dict[str, Any]]:
+    """PrimFuncs in which the host picks by the number of rows."""
+    rows = (1, 8, 9, 31, 32, 33, 64, 65, 128, 129, 256, 257, 511, 513, 1000, 1025, 2049, 3000)
+    return [variant("any", (1072, 1088), dtype, check=rows, prefill=prefill, swiglu=swiglu, bias=bias, residual=residual)
+            for dtype, prefill, swiglu, bias, residual in (
+                ("bfloat16", True, False, True, False), ("float16", True, True, False, True),
+                ("bfloat16", False, False, False, False), ("bfloat16", False, True, True, False))]
+
+
 def group_variants() -> dict[str, list[dict[str, Any]]]:
     """Group name → variants without duplicates; a group is one library and one process on the GPU machine."""
     groups = {"check": check_variants(), "few": few_variants(), "quant": quant_variants(), "chain": chain_variants(),
-              "many": many_variants()}
+              "many": many_variants(), "plan": plan_variants(), "explore": explore_variants(), "any": any_variants()}
     return {name: list({v["name"]: v for v in variants}.values()) for name, variants in groups.items()}

@@ -29,6 +29,16 @@ def _packed_fma(out: list[str], inp: list[str], mnemonic: str) -> str:
             f"{out[0]} = r; }}")
 
 
+def _lop3(out: list[str], inp: list[str], mnemonic: str) -> str:
+    table = int(mnemonic.split(",")[-1].strip().rstrip(";"), 0)
+    terms = [f"({'' if i & 4 else '~'}({inp[0]}) & {'' if i & 2 else '~'}({inp[1]}) & {'' if i & 1 else '~'}({inp[2]}))"
+             for i in range(8) if table >> i & 1]
+    return f"{{ uint32_t r = {' | '.join(terms)}; {out[0]} = r; }}"
+
+
+cuda_emulator.RULES.insert(0, (r"ld\.shared\.v4\.b32", lambda o, i, m: "".join(
+    f"memcpy(&{v}, (char*)emu::smem + {i[0]} + {4 * k}, 4);" for k, v in enumerate(o))))
+cuda_emulator.RULES.insert(0, (r"lop3\.b32", _lop3))
 cuda_emulator.RULES.insert(0, (r"fma\.rn\.(bf16|f16)x2", _packed_fma))
 cuda_emulator.RULES.insert(0, (r"griddepcontrol\.\w+", lambda o, i, m: ""))   # one kernel at a time: nothing to wait for
 

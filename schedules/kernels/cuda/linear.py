@@ -14,6 +14,7 @@ from relaxpack.kernel_spec import Kernel, LinearSpec, Stage
 from relaxpack.schedules.kernels.cuda.common import by_rows, linear_func
 from relaxpack.schedules.kernels.cuda.dequantize import dequantize
 from relaxpack.schedules.kernels.cuda.gemm_few import few_body
+from relaxpack.schedules.kernels.cuda.gemm_few_quant import gemm_few_quant
 from relaxpack.schedules.kernels.cuda.gemm_many import many_body
 from relaxpack.schedules.kernels.cuda.gemm_rows import rows_body
 from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
@@ -22,6 +23,7 @@ from relaxpack.schedules.kernels.cuda.packing import weight_layout
 
 MULTIPROCESSORS = 132
 FILL = 96                       # blocks that are enough for gemm_few: the rest of the chip starts the next kernel
+FILL_QUANTIZED = 128            # the same for gemm_few_quant
 UNPACK_ROWS = 64                # from here on a quantised weight is unpacked once before the product
 EVERY = 1 << 40                 # larger than any row count
 DECODE_ROWS = (8, 32, 128, EVERY)
@@ -39,7 +41,7 @@ def linear(spec: LinearSpec, arch: str) -> Kernel:
     """Stages for one matmul on `arch`. Without Hopper's instructions mma kernels serve every row count."""
     hopper = arch == "sm_90a"
     if spec.weight.quantized:
-        return _quantized(spec, hopper, pdl=arch.startswith("sm_9") or arch.startswith("sm_1"))
+        return _quantized(spec, hopper)
     plan = hopper_plan if hopper and _fits_tma(spec) else generic_plan
     if spec.max_rows is not None:
         return _one(spec, plan(spec.out_features, spec.in_features, spec.max_rows, spec.swiglu), hopper)
@@ -61,8 +63,8 @@ def hopper_plan(n: int, k: int, rows: int, swiglu: bool) -> Plan:
     """Family and tiling for exactly `rows` rows (or up to them) of x, weights `[n, k]`."""
     if rows <= 8 and n <= 4096:
         return _rows_plan(n, k, rows)
-    if rows <= 128 or (rows <= 256 and k >= 8192):
-        return "gemm_few", few_tiling(n, k, rows)
+    if rows <= 128 or (rows <= 256 and (swiglu or (n <= 2048 and k >= 4096))):
+        return "gemm_few", few_tiling(n, k, rows, swiglu)
     return "gemm_many", many_tiling(n, rows, swiglu)
 
 
@@ -71,30 +73,26 @@ def _rows_plan(n: int, k: int, rows: int) -> Plan:
     return "gemm_rows", {"columns": 8 if rows <= 8 else 16, "warps": warps, "unroll": 2}
 
 
-def few_tiling(n: int, k: int, rows: int) -> dict[str, int]:
-    """Enough blocks to fill most of the chip: strips of 128 weight rows, then pieces of K."""
-    columns = min(128, -(-rows // 8) * 8) if rows <= 128 else 256
+def few_tiling(n: int, k: int, rows: int, swiglu: bool = False) -> dict[str, int]:
+    """Enough blocks to fill most of the chip: strips of 128 weight rows, blocks of rows, then pieces of K."""
+    columns = -(-rows // 8) * 8 if rows <= 128 else 256 if swiglu else 128
     strips = -(-n // 128)
-    split = max(1, min(8, FILL // strips, k // 64 // 4))
-    share = 2 if rows > 32 and k >= 8192 and split <= 4 and strips > 1 and columns % 16 == 0 else 1
+    split = max(1, min(8, FILL // (strips * -(-min(rows, 256) // columns)), k // 64 // 4))
+    share = 2 if rows > 32 and k >= 8192 and split <= 4 and strips > 1 and columns % 16 == 0 and rows <= 128 else 1
     per_sm = 2 if strips > MULTIPROCESSORS and columns <= 64 else 1
     return {"columns": columns, "consumers": 2, "split": split, "share": share, "blocks_per_sm": per_sm}
 
 
 def many_tiling(n: int, rows: int, swiglu: bool) -> dict[str, int]:
-    """Columns of a tile by waves of tiles over the chip; two blocks share the weights where rows are few."""
+    """Columns of a tile by waves of tiles over the chip."""
     rows = min(rows, 4096)
     if swiglu:
         return {"tile_n": 128 if rows <= 2048 else 256, "cluster": 1}
-    options = [(tile_n, 2 if tile_n < 128 else 1) for tile_n in (96, 128, 192, 256)]
 
-    def cost(option: tuple[int, int]) -> float:
-        tile_n, cluster = option
-        tiles = -(-rows // (128 * cluster)) * cluster * -(-n // tile_n)
-        return -(-tiles // MULTIPROCESSORS) * (tile_n + 8)
+    def cost(tile_n: int) -> int:
+        return -(-(-(-rows // 128) * -(-n // tile_n)) // MULTIPROCESSORS) * (tile_n + 8)
 
-    tile_n, cluster = min(options, key=cost)
-    return {"tile_n": tile_n, "cluster": cluster}
+    return {"tile_n": min((64, 96, 128, 192, 256), key=cost), "cluster": 1}
 
 
 def _body(spec: LinearSpec, plan: Plan, **more: bool) -> Any:
@@ -128,23 +126,32 @@ def _kernel(spec: LinearSpec, family: str, body: Any, **launch: Any) -> Kernel:
     return Kernel((Stage(func, name, ("x", "weight", *_extras(spec)), ("y",)),), f"rule:cuda.{source}")
 
 
-def _quantized(spec: LinearSpec, hopper: bool, pdl: bool) -> Kernel:
+def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict[str, int]]:
+    """Kernel and options for up to UNPACK_ROWS rows of x and a packed weight."""
+    n, k, weight = spec.out_features, spec.in_features, spec.weight
+    if rows <= 8 or weight.group_size != 32:
+        columns = 8 if rows <= 8 else 16
+        if weight.bits == 4 and weight.minimum != "stored" and columns == 8 and k >= 2048:
+            return "gemm_rows_quant", {"columns": 8, "warps": 16, "unroll": 2, "ahead": 1}
+        return "gemm_rows_quant", {"columns": columns, "warps": 8 if k >= 1024 else 4, "unroll": 2}
+    strips = 2 if n >= 8192 else 1
+    blocks = -(-n // (128 * strips))
+    split = max(1, min(8, FILL_QUANTIZED // blocks, k // 64 // 4)) if hopper else 1
+    return "gemm_few_quant", {"columns": -(-rows // 8) * 8, "strips": strips, "warps": 8, "split": split}
+
+
+def _quantized(spec: LinearSpec, hopper: bool) -> Kernel:
     rows = spec.max_rows if spec.max_rows is not None else (32 if spec.phase == "decode" else EVERY)
     if rows > UNPACK_ROWS:
         return _unpacked(spec, rows, hopper)
-    n = spec.out_features
-    if rows <= 8:
-        options = {"columns": 8, "warps": 16 if n <= 4096 else 8 if n <= 8192 else 4, "unroll": 2 if n <= 4096 else 4}
-    elif rows <= 16:
-        options = {"columns": 16, "warps": 8, "unroll": 2}
-    else:
-        options = {"columns": 32 if rows <= 32 else 64, "warps": 4, "unroll": 2, "strips": 2}
+    family, options = quantized_plan(spec, rows, hopper)
     marks = "".join(f"_{key[:2]}{value}" for key, value in options.items())
-    name = _name(spec, f"gemm_rows_{spec.weight.name}{marks}")
-    func = gemm_rows_quant(n, spec.in_features, spec.weight, spec.activation_dtype, spec.out_dtype, bias=spec.bias,
-                           residual=spec.residual, swiglu=spec.swiglu, name=name,
-                           dependent_launch=pdl and spec.max_rows is not None, **options)
-    return Kernel((Stage(func, name, ("x", *_buffers(spec), *_extras(spec)), ("y",)),), "rule:cuda.gemm_rows_quant")
+    name = _name(spec, f"{family}_{spec.weight.name}{marks}")
+    make = gemm_few_quant if family == "gemm_few_quant" else gemm_rows_quant
+    func = make(spec.out_features, spec.in_features, spec.weight, spec.activation_dtype, spec.out_dtype, bias=spec.bias,
+                residual=spec.residual, swiglu=spec.swiglu, name=name,
+                dependent_launch=hopper and spec.max_rows is not None, **options)
+    return Kernel((Stage(func, name, ("x", *_buffers(spec), *_extras(spec)), ("y",)),), f"rule:cuda.{family}")
 
 
 def _unpacked(spec: LinearSpec, rows: int, hopper: bool) -> Kernel:
