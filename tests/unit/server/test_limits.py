@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -249,3 +250,51 @@ def test_a_failing_model_is_an_error_and_the_server_goes_on():
         assert session.get("/health").status_code == 503
         error = error_of(session.post("/v1/completions", json={"prompt": [1]}), 503)
         assert "shutting down" in error["message"]
+
+
+def test_a_long_wait_for_the_first_token_sends_comments(monkeypatch):
+    """So that no proxy gives up; clients skip comments."""
+    from relaxpack.runtime.server import stream
+
+    monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.05)
+    model = hash_model(delay=0.2)
+    with background(model) as server, httpx.Client(base_url=server.url, timeout=30) as session:
+        body = {"prompt": [1, 2], "max_tokens": 3, "stream": True, "temperature": 0}
+        events = session.post("/v1/completions", json=body).text.split("\n\n")
+        assert events.count(": waiting") >= 2 and events[-2] == "data: [DONE]"
+        assert [json.loads(e[6:])["choices"][0]["index"] for e in events if e.startswith("data: {")]
+        # A failure after the headers went out is an event, as the status can no longer say it.
+        runner = model.engine._engine.runner
+        runner.fail_next = RuntimeError("no more memory")
+        events = session.post("/v1/completions", json=body).text.split("\n\n")
+        assert events[0] == ": waiting" and events[-2] == "data: [DONE]"
+        assert "no more memory" in json.loads(events[-3][6:])["error"]["message"]
+
+
+def test_a_bug_of_ours_shows_no_stack_trace(monkeypatch, caplog):
+    model = scripted_model(last_question)
+    monkeypatch.setattr(model.template, "encode", lambda *a, **k: 1 / 0)
+    with background(model) as server, httpx.Client(base_url=server.url, timeout=30) as session:
+        monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
+        error = error_of(session.post("/v1/chat/completions", json=body_of()), 500)
+        assert error["code"] == "internal_error" and "division" not in error["message"]
+        assert "ZeroDivisionError" in caplog.text       # but the log has it
+        assert session.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01" * 20, b"GET\r\n\r\n",
+                                     b"POST /v1/completions HTTP/9.9\r\n\r\n",
+                                     b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n", b"\r\n" * 1000,
+                                     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+                                     b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n"])
+def test_what_is_not_http_disturbs_nobody(scripted, garbage):
+    with connect(scripted) as connection:
+        connection.settimeout(5)
+        try:
+            connection.sendall(garbage)
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(65536)
+        except OSError:
+            answer = b""
+    assert b" 200 " not in answer and b"Traceback" not in answer
+    assert httpx.get(f"{scripted.url}/health").status_code == 200
