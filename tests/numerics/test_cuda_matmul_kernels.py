@@ -13,8 +13,10 @@ import relaxpack.tvm_setup  # noqa: F401  isort: skip
 from relaxpack.kernel_spec import EmbeddingSpec, NormSpec
 from relaxpack.schedules.kernels.cuda.dequantize import dequantize
 from relaxpack.schedules.kernels.cuda.embedding import embedding
+from relaxpack.schedules.kernels.cuda.gemm_few_quant import gemm_few_quant
 from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
 from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
+from relaxpack.schedules.kernels.cuda.gemm_tiles import gemm_tiles
 from relaxpack.schedules.kernels.cuda.norm import norm
 from relaxpack.schedules.kernels.cuda.packing import pack, row_order, weight_layout
 from relaxpack.weight_format import FORMATS
@@ -56,6 +58,7 @@ def test_rows(rng, n, k, t, dtype, options):
     ("q6_k", 64, 512, 9, "bfloat16", {"swiglu": True}),
     ("q5_1", 48, 256, 2, "float16", {}),
     ("q5_0", 32, 64, 2, "bfloat16", {}),
+    ("q8_0", 32, 704, 2, "bfloat16", {"warps": 2, "ahead": True, "dependent_launch": True}),
     ("q5_k", 32, 96, 2, "bfloat16", {}),
 ])
 def test_quantized_rows(rng, name, n, k, t, dtype, options):
@@ -73,6 +76,42 @@ def test_quantized_rows(rng, name, n, k, t, dtype, options):
                  **({} if bias is None else {"bias": bias[row_order(n, swiglu)]}),
                  **({} if residual is None else {"residual": residual}))
     assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, swiglu)) < case.TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize(("name", "n", "k", "t", "dtype", "options"), [
+    ("q4_0", 136, 320, 19, "bfloat16", {"columns": 16, "warps": 4}),
+    ("q4_k", 128, 448, 33, "float16",
+     {"columns": 32, "strips": 2, "warps": 2, "swiglu": True, "bias": True, "residual": True}),
+    ("q8_0", 48, 96, 9, "bfloat16", {"columns": 16, "warps": 2, "dependent_launch": True}),
+])
+def test_quantized_rows_with_shared_x(rng, name, n, k, t, dtype, options):
+    swiglu = options.get("swiglu", False)
+    out = n // 2 if swiglu else n
+    x, weight = case.random_array(rng, (t, k), dtype), case.random_quantized(rng, name, n, k)
+    bias = rng.standard_normal(n).astype(np.float32) if options.get("bias") else None
+    residual = case.random_array(rng, (t, out), dtype) if options.get("residual") else None
+    y = case.poisoned((t, out), "float32")
+    blocks = -(-(-(-n // 16)) // (options.get("strips", 1) * options["warps"])) * -(-t // options["columns"])
+    case.emulate(gemm_few_quant(n, k, weight.format, dtype, "float32", **options), (blocks,), 32 * options["warps"], x=x,
+                 **pack(weight_layout(weight.format, n, k, swiglu), weight), y=y, t=t,
+                 **({} if bias is None else {"bias": bias[row_order(n, swiglu)]}),
+                 **({} if residual is None else {"residual": residual}))
+    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, swiglu)) < case.TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize(("n", "k", "t", "dtype", "options"), [
+    (136, 200, 70, "bfloat16", {}), (160, 64, 130, "float16", {"swiglu": True, "bias": True, "residual": True})])
+def test_tiles(rng, n, k, t, dtype, options):
+    swiglu = options.get("swiglu", False)
+    out = n // 2 if swiglu else n
+    x, weight = case.random_array(rng, (t, k), dtype), case.random_array(rng, (n, k), dtype, 0.1)
+    bias = rng.standard_normal(n).astype(np.float32) if options.get("bias") else None
+    residual = case.random_array(rng, (t, out), dtype) if options.get("residual") else None
+    order, y = row_order(n, swiglu), case.poisoned((t, out), dtype)
+    case.emulate(gemm_tiles(n, k, dtype, dtype, **options), (-(-n // 128), -(-t // 128)), 256, arch="sm_80", x=x,
+                 weight=np.ascontiguousarray(weight[order]), y=y, t=t, **({} if bias is None else {"bias": bias[order]}),
+                 **({} if residual is None else {"residual": residual}))
+    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, swiglu)) < case.TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q6_k"])
