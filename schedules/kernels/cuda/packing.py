@@ -27,6 +27,8 @@ def weight_layout(weight: WeightFormat, out_features: int, in_features: int, swi
         raise CompileError(f"a CUDA matmul needs in_features to be a multiple of 8 (16-byte loads), got {k}")
     if swiglu and n % 16:
         raise CompileError(f"gate and up rows must each be a multiple of 8, got {n // 2}")
+    if n * k >= 1 << 31:
+        raise CompileError(f"a weight of {n} x {k} values is too large for 32-bit indices in CUDA kernels")
     suffix = "_gate8" if swiglu else ""
     if not weight.quantized:
         if weight.name == "f32":

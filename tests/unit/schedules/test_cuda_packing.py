@@ -80,7 +80,7 @@ def test_layouts_say_when_bytes_are_interchangeable():
 
 @pytest.mark.parametrize(("name", "n", "k", "swiglu", "says"), [
     ("bf16", 16, 60, False, "multiple of 8"), ("bf16", 24, 64, True, "multiple of 8"),
-    ("f32", 16, 64, False, "float32"), ("q4_0", 16, 40, False, "group size")])
+    ("bf16", 1 << 18, 1 << 13, False, "32-bit"), ("f32", 16, 64, False, "float32"), ("q4_0", 16, 40, False, "group size")])
 def test_unserved_shapes_are_refused(name, n, k, swiglu, says):
     with pytest.raises(CompileError, match=says):
         weight_layout(FORMATS[name], n, k, swiglu)
