@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from functools import cache
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from relaxpack.errors import RequestError
+from relaxpack.errors import RequestError, UsageError
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime.chat_template import ChatTemplate, Message
 from relaxpack.runtime.engine import Engine
@@ -41,6 +41,8 @@ class LLM:
     def __init__(self, bundle: str | Path, *, device: str | None = None, num_pages: int | None = None) -> None:
         """`device`: "cpu" or "cuda", by default the best target of the bundle that fits this machine. `num_pages`:
         pages of the KV cache, by default what the bundle's limits need."""
+        if device not in (None, "cpu", "cuda"):
+            raise UsageError(f"device {device!r}: known are cpu and cuda")
         from relaxpack.runtime.load import load_model  # imports TVM, which only a real bundle needs
 
         loaded = load_model(bundle, num_pages=num_pages, kind=device)
@@ -59,6 +61,9 @@ class LLM:
         self.engine, self.tokenizer, self.info = engine, tokenizer, info
         self.template = ChatTemplate(tokenizer)
         self.generator = TextGenerator(engine, tokenizer)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM cannot be copied or sent to another process: load its bundle there")
 
     @property
     def default_sampling(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.manifest import TargetEntry
+from relaxpack.errors import EnvironmentProblem
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime.executor import HostExecutor
 from relaxpack.runtime.model_runner import CpuModelRunner
@@ -59,6 +61,18 @@ def load_runner(bundle: Bundle, kind: str | None = None, num_pages: int | None =
     return make_runner(bundle.path(entry.library), entry, bundle.manifest.model_info, parameters, num_pages, graphs)
 
 
+_first_process: list[int] = []     # id of the process that loaded a model; a fork inherits it
+
+
+def _refuse_fork() -> None:
+    """TVM's threads are not in a fork of a process that has run a model: its first step would wait for them forever."""
+    if not _first_process:
+        _first_process.append(os.getpid())
+    if _first_process[0] != os.getpid():
+        raise EnvironmentProblem(f"this process was forked from {_first_process[0]} after that had loaded a model: start it "
+                                 "with multiprocessing's 'spawn', or load no model before")
+
+
 def load_model(path: str | Path, num_pages: int | None = None, kind: str | None = None) -> LoadedModel:
     """Open a bundle, check that it fits this machine, map its parameters and load its library.
 
@@ -66,5 +80,6 @@ def load_model(path: str | Path, num_pages: int | None = None, kind: str | None 
     "cpu" or "cuda"; None: the best target. Raises BundleError or EnvironmentProblem.
     """
     bundle = Bundle.open(path)
+    _refuse_fork()
     runner = load_runner(bundle, kind, num_pages)
     return LoadedModel(bundle, bundle.manifest.model_info, runner, Tokenizer.from_bundle(bundle))

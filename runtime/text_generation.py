@@ -7,12 +7,14 @@ for all. For many clients or HTTP, see `async_engine.py`.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
+from relaxpack.errors import EnvironmentProblem
 from relaxpack.runtime.detokenizer import Detokenizer
 from relaxpack.runtime.engine import Engine, TokenEvent
 from relaxpack.runtime.request import FinishReason, Request, SequenceStatus
@@ -102,6 +104,7 @@ class TextGenerator:
         self.engine = engine
         self.tokenizer = tokenizer
         self._inboxes: dict[str, deque[TokenEvent]] = {}    # by request; streams may take turns stepping the engine
+        self._process = os.getpid()
         self._lock = threading.RLock()      # held around every call of the engine, which belongs to one thread at a time
 
     def stream(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *,
@@ -112,6 +115,9 @@ class TextGenerator:
         A completion is done when its `finish_reason` is set. `continuation`: the text goes on after the prompt.
         `cancelled` is asked between steps; then, or when the iterator is closed, what runs ends as "abort".
         """
+        if os.getpid() != self._process:
+            raise EnvironmentProblem(f"this model was loaded in process {self._process}, and its threads do not live on in "
+                                     "a fork: load it in the new process, and start that with multiprocessing's 'spawn'")
         requests: list[Request] = []
         inbox: deque[TokenEvent] = deque()
         outputs: dict[tuple[str, int], tuple[Completion, TextStream]] = {}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -30,6 +34,28 @@ def test_batched_equals_alone(llm):
     together = greedy(llm, PROMPTS)
     assert [c.token_ids for c in together] == [greedy(llm, prompt).token_ids for prompt in PROMPTS]
     assert all(len(c.token_ids) == 12 and c.finish_reason == "length" for c in together)
+
+
+def test_threads_share_a_compiled_model(llm):
+    """Without taking turns two threads in one virtual machine end the process."""
+    alone = {prompt: greedy(llm, prompt, 24).token_ids for prompt in PROMPTS}
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        done = list(pool.map(lambda prompt: greedy(llm, prompt, 24), PROMPTS))
+    assert {prompt: c.token_ids for prompt, c in zip(PROMPTS, done, strict=True)} == alone
+
+
+def test_a_fork_is_told_and_does_not_wait_forever(tiny_bundle):
+    code = ("import os, sys\nfrom relaxpack import LLM\nfrom relaxpack.errors import EnvironmentProblem\n"
+            "llm = LLM(sys.argv[1]); llm.generate('x', max_tokens=2)\n"
+            "for use in (lambda: llm.generate('x', max_tokens=2), lambda: LLM(sys.argv[1])):\n"
+            "    if (child := os.fork()) == 0:\n"
+            "        try: use()\n"
+            "        except EnvironmentProblem as error: os._exit(42 if 'spawn' in str(error) else 1)\n"
+            "        os._exit(0)\n"
+            "    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42\n")
+    done = subprocess.run([sys.executable, "-c", code, tiny_bundle], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0, done.stderr
 
 
 def test_logprobs_are_those_of_the_tokens(llm):

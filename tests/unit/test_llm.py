@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
 import sys
 import threading
 
 import numpy as np
 import pytest
 
-from relaxpack.errors import RequestError
+from relaxpack.errors import EnvironmentProblem, RequestError, UsageError
 from relaxpack.llm import LLM
 from relaxpack.runtime.engine import Engine
 from tests.helpers.text import CHATML, ScriptedRunner, answering, chatml, llama2
@@ -117,6 +120,21 @@ def test_threads_share_a_model():
         sys.setswitchinterval(before)
     assert len(answers) == 8 and all(answer == text.upper() for text, answer in answers.items())
     assert most > 1 and not llm.engine.has_work
+
+
+def test_another_process_is_refused_rather_than_left_waiting(monkeypatch):
+    llm = make(upper)
+    for copy_ in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match="load its bundle there"):
+            copy_(llm)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(EnvironmentProblem, match="do not live on in a fork"):
+        llm.generate("x")
+
+
+def test_unknown_devices_are_named(tmp_path):
+    with pytest.raises(UsageError, match="'tpu': known are cpu and cuda"):
+        LLM(tmp_path, device="tpu")
 
 
 def test_stream_gives_the_same_text_in_pieces():
