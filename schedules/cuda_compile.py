@@ -148,6 +148,21 @@ def _use_headers_of_wheels() -> None:
                                  "pip install 'relaxpack[cuda]'")
 
 
+def _point_nvrtc_at_wheels() -> None:
+    """Let NVRTC find the CUDA headers of the pip wheels (the `cuda` extra) where no toolkit is installed."""
+    if any(name in os.environ for name in ("CUDA_PATH", "CUDA_HOME")) or shutil.which("nvcc"):
+        return
+    for entry in sys.path:
+        for include in sorted(glob.glob(os.path.join(entry, "nvidia", "*", "include"))):
+            if os.path.exists(os.path.join(include, "cuda_runtime.h")):
+                os.environ["CUDA_PATH"] = str(Path(include).parent)
+                extra = os.environ.get("TVM_CUDA_NVRTC_EXTRA_OPTS", "")
+                os.environ["TVM_CUDA_NVRTC_EXTRA_OPTS"] = f"{extra} -I{include}/cccl".strip()
+                return
+    raise EnvironmentProblem("neither nvcc nor the CUDA headers were found: install the CUDA 13 toolkit, or pip install "
+                             "'relaxpack[cuda]'")
+
+
 def _load(library: str) -> bool:
     try:
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)

@@ -245,38 +245,43 @@ class Bench:
         return verdict
 
     def chain(self, index: list[dict[str, Any]], layers: int = 12) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """(checks, times) of norm, qkv, o, norm, gate_up, down over layers of their own weights, one row, every kernel
-        reading what the one before wrote. Dependent launch must not change a bit of the result."""
+        """(checks, times) of norm, qkv, o, norm, gate_up, down over layers of their own weights, every kernel reading what
+        the one before wrote. Dependent launch must not change a bit of the result."""
         torch, checks, times = self.torch, [], []
         for model, h in (("1b", 2048), ("8b", 4096)):
-            kernels = {pdl: {v["linear"].split(".")[1]: v for v in index if v["linear"].startswith(model)
-                             and v["options"]["dependent_launch"] == pdl} for pdl in (False, True)}
-            shapes = {part: v for part, v in kernels[True].items() if part != "norm"}
-            weights = [{part: self.random((v["n"], v["k"]), "bfloat16", v["k"] ** -0.5) for part, v in shapes.items()}
+            mine = [v for v in index if v.get("chain") and v["linear"].startswith(model)]
+            shapes = {v["linear"].split(".")[1]: (v["n"], v["k"]) for v in mine if v["family"] != "norm"}
+            weights = [{part: self.random((n, k), "bfloat16", k ** -0.5) for part, (n, k) in shapes.items()}
                        for _ in range(layers)]
             scale = torch.ones(h, device="cuda")
-            start = self.random((1, h), "bfloat16")
-            total_bytes = layers * sum(2 * v["n"] * v["k"] for v in shapes.values())
-            results = []
-            for pdl in (False, True):
-                run, x, residual, calls = kernels[pdl], start, torch.zeros_like(start), []
-                for layer in weights:
-                    for norm_of, first, second in (("attention", "qkv", "o"), ("mlp", "gate_up", "down")):
-                        total, y = torch.empty_like(start), torch.empty_like(start)
-                        calls.append(partial(self.kernel(run["norm"]), x, residual, scale, total, y))
-                        width = shapes[first]["n"] // (2 if first == "gate_up" else 1)
-                        middle, out = torch.empty((1, width), device="cuda", dtype=x.dtype), torch.empty_like(start)
-                        calls.append(partial(self.kernel(run[first]), y, layer[first], middle))
-                        into = middle[:, :h] if norm_of == "attention" else middle
-                        calls.append(partial(self.kernel(run[second]), into, layer[second], out))
-                        x, residual = out, total
-                us = self.time(calls) * len(calls)
-                results.append(x.clone())
-                times.append({"name": f"chain {model} dependent={int(pdl)}", "linear": f"{model}.layer",
-                              "family": f"chain{int(pdl)}", "weight": None, "t": 1, "us": us / layers, "options": {},
-                              "tb_s": total_bytes / us / 1e6, "tflop_s": 0.0})
-            same = bool(torch.equal(*results)) and bool(results[0].isfinite().all())
-            checks.append({"name": f"chain {model} dependent launch", "t": 1, "error": 0.0 if same else 1.0, "ok": same})
+            total_bytes = layers * sum(2 * n * k for n, k in shapes.values())
+            for rows in sorted({t for v in mine for t in v["chain"]}):
+                start, results = self.random((rows, h), "bfloat16"), []
+                for pdl in (False, True):
+                    run = {v["linear"].split(".")[1]: self.kernel(v) for v in mine
+                           if rows in v["chain"] and v["options"]["dependent_launch"] == pdl}
+                    x, residual, calls = start, torch.zeros_like(start), []
+                    for layer in weights:
+                        for first, second in (("qkv", "o"), ("gate_up", "down")):
+                            total, y, out = (torch.empty_like(start) for _ in range(3))
+                            calls.append(partial(run["norm"], x, residual, scale, total, y))
+                            width = shapes[first][0] // (2 if first == "gate_up" else 1)
+                            middle = torch.empty((rows, width), device="cuda", dtype=x.dtype)
+                            calls.append(partial(run[first], y, layer[first], middle))
+                            if width != shapes[second][1]:          # qkv: its first columns stand for attention's result
+                                part = middle[:, :h] if rows == 1 else torch.empty_like(start)
+                                if rows > 1:
+                                    calls.append(partial(part.copy_, middle[:, :h]))
+                                middle = part
+                            calls.append(partial(run[second], middle, layer[second], out))
+                            x, residual = out, total
+                    us = self.time(calls) * len(calls)
+                    results.append(x.clone())
+                    times.append({"name": f"chain {model} {rows} rows, dependent {int(pdl)}", "linear": f"{model}.layer",
+                                  "family": f"chain{int(pdl)}", "weight": None, "t": rows, "us": us / layers, "options": {},
+                                  "tb_s": total_bytes / us / 1e6, "tflop_s": 0.0})
+                same = bool(torch.equal(*results)) and bool(results[0].isfinite().all())
+                checks.append({"name": f"chain {model}", "t": rows, "error": 0.0 if same else 1.0, "ok": same})
         return checks, times
 
     def verdict(self, variant: dict[str, Any], t: int, out: Any, reference: Any) -> dict[str, Any]:

@@ -142,23 +142,30 @@ def many_variants() -> list[dict[str, Any]]:
     return found
 
 
+CHAIN_ROWS = (1, 16)
+
+
 def chain_variants() -> list[dict[str, Any]]:
-    """The matmuls and norms of one layer in order, for a chain of layers at 1 and 8 rows, with and without dependent
+    """The matmuls and norms of one layer in order, as `linear.py` picks them for 1 and 16 rows, with and without dependent
     launch: what a decode step can reach without attention."""
-    found = []
+    from relaxpack.schedules.kernels.cuda.linear import hopper_plan
+
+    found: dict[str, dict[str, Any]] = {}
     for model, h in (("1b", 2048), ("8b", 4096)):
         for pdl in (False, True):
-            for part in ("norm", "qkv", "o", "norm", "gate_up", "down"):
-                if part == "norm":
-                    found.append(variant("norm", (1, h), rows=(1, 8, 128, 2048), check=(1, 3, 200), linear=f"{model}.norm",
-                                         residual=True, dependent_launch=pdl))
-                else:
-                    n, k, swiglu = LINEARS[f"{model}.{part}"]
-                    found.append(variant("rows", (n, k), linear=f"{model}.{part}", rows=(1,), swiglu=swiglu, columns=8,
-                                         warps=16 if part == "qkv" else 8, unroll=2, dependent_launch=pdl))
-    found += [variant("norm", (1, h), "float16", check=(1, 3, 200), linear="norm", residual=residual, dependent_launch=True)
+            v = variant("norm", (1, h), rows=(1, 8, 128, 2048), check=(1, 3, 200), linear=f"{model}.norm", residual=True,
+                        dependent_launch=pdl)
+            found[v["name"]] = {**v, "chain": list(CHAIN_ROWS)}
+            for part in ("qkv", "o", "gate_up", "down"):
+                n, k, swiglu = LINEARS[f"{model}.{part}"]
+                for rows in CHAIN_ROWS:
+                    family, options = hopper_plan(n, k, rows, swiglu)
+                    v = variant(family.removeprefix("gemm_"), (n, k), linear=f"{model}.{part}", swiglu=swiglu,
+                                dependent_launch=pdl, **options)
+                    found.setdefault(v["name"], {**v, "chain": []})["chain"].append(rows)
+    others = [variant("norm", (1, h), "float16", check=(1, 3, 200), linear="norm", residual=residual, dependent_launch=True)
               for h in (576, 8448) for residual in (False, True)]
-    return found
+    return [*found.values(), *others]
 
 
 PLAN_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
