@@ -4,6 +4,7 @@ schedule; weights stay `[N, K]`, gate rows before up rows.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ def _kernel(func: Any, name: str, inputs: tuple[str, ...], outputs: tuple[str, .
     return Kernel((Stage(func, name, inputs, outputs, inplace),), "rule:plain")
 
 
+@functools.cache
 def _linear(n: int, k: int, bias: bool, swiglu: bool) -> Any:
     width = n // 2 if swiglu else n
     bias_n = n if bias else 1
@@ -81,6 +83,7 @@ def _linear(n: int, k: int, bias: bool, swiglu: bool) -> Any:
     return f if bias else g
 
 
+@functools.cache
 def _embedding(v: int, h: int) -> Any:
     @T.prim_func(private=True, s_tir=True)
     def f(ids_h: T.handle, w: T.Buffer((T.int64(v), T.int64(h)), "float32"), y_h: T.handle):
@@ -94,6 +97,7 @@ def _embedding(v: int, h: int) -> Any:
     return f
 
 
+@functools.cache
 def _norm(h: int, eps: float) -> Any:
     @T.prim_func(private=True, s_tir=True)
     def f(x_h: T.handle, w: T.Buffer((T.int64(h),), "float32"), y_h: T.handle):
@@ -111,6 +115,7 @@ def _norm(h: int, eps: float) -> Any:
     return f
 
 
+@functools.cache
 def _add_norm(h: int, eps: float) -> Any:
     @T.prim_func(private=True, s_tir=True)
     def f(x_h: T.handle, r_h: T.handle, w: T.Buffer((T.int64(h),), "float32"), s_h: T.handle, y_h: T.handle):
@@ -131,6 +136,7 @@ def _add_norm(h: int, eps: float) -> Any:
     return f
 
 
+@functools.cache
 def _rope_append(s: AttentionSpec) -> Any:
     L, H, KV, D, R, P = s.num_layers, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, s.page_size
     half, positions_n = R // 2, s.max_position
@@ -166,6 +172,7 @@ def _rope_append(s: AttentionSpec) -> Any:
     return f
 
 
+@functools.cache
 def _attention(s: AttentionSpec, prefill: bool) -> Any:
     L, H, KV, D, P, M = s.num_layers, s.num_heads, s.num_kv_heads, s.head_dim, s.page_size, s.max_pages
     window, scale, G = s.window or 1 << 30, s.scale, s.num_heads // s.num_kv_heads
@@ -227,6 +234,7 @@ def _attention(s: AttentionSpec, prefill: bool) -> Any:
     return prefill_ if prefill else decode
 
 
+@functools.cache
 def _greedy(vocab: int) -> Any:
     @T.prim_func(private=True, s_tir=True)
     def f(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle, ids_h: T.handle,

@@ -1,0 +1,179 @@
+"""Captured steps on a machine without a GPU: the module that a GPU would capture runs through stand-ins of TVM's two graph
+builtins. One region a step, the same bits as without graphs, and padding that touches nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import relaxpack.tvm_setup  # noqa: F401
+import tvm
+from relaxpack.lowering import attention_spec
+from relaxpack.passes.config import PipelineConfig
+from relaxpack.passes.pipeline import phases, run_phases
+from relaxpack.passes.rewrite import exported_functions, num_inputs
+from relaxpack.relax_models.config import ModelConfig
+from relaxpack.relax_models.export import BuildLimits, export_model
+from relaxpack.relax_models.rope import RopeConfig
+from relaxpack.runtime import step_inputs
+from relaxpack.runtime.step_plan import SequenceStep
+from relaxpack.runtime.vm import Library
+from relaxpack.weight_format import FORMATS
+from tests.helpers import graph_stand_ins
+from tests.helpers.plain_kernels import PlainKernels
+
+CONFIG = ModelConfig("llama", 32, 48, 2, 4, 2, 8, 61, 1e-5, 64, RopeConfig("default", 10000.0, 8, 64), (None, 5), True,
+                     False, False, False, False)
+LIMITS = BuildLimits(64, max_batch=4, prefill_chunk=16, page_size=4)
+BUCKETS = {"decode": (1, 2, 4), "prefill": (4, 8)}
+
+
+class _F32(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        return FORMATS["f32"]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return FORMATS["f32"]
+
+
+class Runner:
+    """The part of the GPU runner that is not memory: fixed input tensors per bucket, filled before each call."""
+
+    def __init__(self, path: Path, parameters: list[Any], graphs: bool) -> None:
+        self.log = graph_stand_ins.install()        # fresh caches: a library finds its builtins when it is opened
+        self.library = Library(path, tvm.cpu(), parameters, graphs)
+        self.pages = tvm.runtime.tensor(np.zeros((2, 20, 2, 2, 4, 8), np.float32))
+        self.previous = tvm.runtime.tensor(np.zeros(4, np.int32))
+        self.counts = tvm.runtime.tensor(np.zeros((1, 61), np.int32))
+        self.inputs: dict[str, tuple[dict[str, np.ndarray], list[Any]]] = {}
+
+    def _tensors(self, name: str, layout: step_inputs.InputLayout) -> tuple[dict[str, np.ndarray], list[Any]]:
+        if name not in self.inputs:
+            buffer = np.zeros(layout.size, np.int32)
+            arrays = layout.views(buffer)
+            tensors = [tvm.runtime.tensor(a.view(np.float32) if n == "settings" else a) for n, a in arrays.items()]
+            self.inputs[name] = arrays, tensors
+        return self.inputs[name]
+
+    def decode(self, size: int, sequences: list[SequenceStep], source: list[int] | None = None) -> list[np.ndarray]:
+        layout = step_inputs.decode_layout(size, _Info, True)
+        arrays, tensors = self._tensors(f"decode_{size}", layout)
+        step_inputs.fill_decode(arrays, sequences, 4)
+        arrays["token_source"][:] = -1
+        arrays["counters"][:] = -1
+        if source is not None:
+            arrays["token_source"][:len(source)] = source
+        for (name, array), tensor in zip(arrays.items(), tensors, strict=True):
+            tensor.copyfrom(array.view(np.float32) if name == "settings" else array)
+        by_name = dict(zip(layout.names, tensors, strict=True))
+        order = ("token_ids", "positions", "slots", "lengths", "page_table", "token_source", "settings", "counters")
+        out = self.library.call(f"decode_{size}", [*(by_name[n] for n in order), self.previous, self.counts, self.pages])
+        results = [t.numpy().copy() for t in out]
+        self.previous.copyfrom(np.resize(results[1], 4).astype(np.int32))
+        return results
+
+    def prefill(self, size: int, sequence: SequenceStep) -> np.ndarray:
+        layout = step_inputs.prefill_layout(size, 1, 1, _Info)
+        arrays, tensors = self._tensors(f"prefill_{size}", layout)
+        step_inputs.fill_prefill(arrays, [sequence], 4)
+        for array, tensor in zip(arrays.values(), tensors, strict=True):
+            tensor.copyfrom(array)
+        return self.library.call(f"prefill_{size}", [*tensors, self.pages]).numpy().copy()
+
+
+class _Info:
+    max_pages_per_sequence = LIMITS.max_pages
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(library path, parameters, final module)."""
+    graph_stand_ins.install()
+    target = tvm.target.Target({"kind": "llvm"})
+    mod = export_model(CONFIG, LIMITS, "float32", "float32", device_sampling=True)
+    config = PipelineConfig(decode_buckets=BUCKETS["decode"], prefill_buckets=BUCKETS["prefill"], cuda_graph=True)
+    seen: dict[str, tvm.IRModule] = {}
+    final = run_phases(mod, target, phases(PlainKernels(), attention_spec(CONFIG, LIMITS, "float32", "float32"), _F32(),
+                                           config), lambda phase, after, _: seen.__setitem__(phase, after))
+    path = tmp_path_factory.mktemp("capture") / "model.so"
+    with target:
+        tvm.compile(final, target, relax_pipeline=None).export_library(str(path))
+    _, func = next(exported_functions(seen["lower"]))
+    rng = np.random.default_rng(0)
+    parameters = [tvm.runtime.tensor((rng.standard_normal([int(d) for d in v.ty.shape]) * 0.3
+                                      + ("norm" in v.name)).astype(np.float32))
+                  for v in func.params[num_inputs(func):]]
+    return path, parameters, final
+
+
+def steps(runner: Runner) -> list[np.ndarray]:
+    """A prefill and decodes in changing batches, tokens fed back on the device; all logits and tokens."""
+    a, b = [1, 2, 3, 4, 5], [6, 7, 8, 9]
+    out = [runner.prefill(8, SequenceStep([3, 1, 4, 1, 5, 9], 0, a, [5])),
+           runner.prefill(4, SequenceStep([2, 6, 5], 0, b, [2]))]
+    for k in range(4):
+        out += runner.decode(2, [SequenceStep([k + 1], 6 + k, a, [0]), SequenceStep([k + 2], 3 + k, b, [0])])
+    out += runner.decode(2, [SequenceStep([0], 10, a, [0]), SequenceStep([0], 7, b, [0])], source=[0, 1])
+    out += runner.decode(1, [SequenceStep([7], 11, a, [0])])
+    return out
+
+
+def test_graphs_give_the_same_bits_and_one_launch_a_step(captured: Any) -> None:
+    path, parameters, _ = captured
+    plain = steps(Runner(path, parameters, graphs=False))
+    runner = Runner(path, parameters, graphs=True)
+    first = steps(runner)
+    assert runner.log.count("capture") == 4 and runner.log.count("alloc") == 1
+    runner.log.events.clear()
+    runner.pages.copyfrom(np.zeros((2, 20, 2, 2, 4, 8), np.float32))
+    again = steps(runner)
+    launches = [kind for kind, _ in runner.log.events]
+    assert launches == ["replay"] * 8       # two prefills and six decodes: one launch each, nothing else
+    for one, two, three in zip(plain, first, again, strict=True):
+        assert np.array_equal(one, two) and np.array_equal(one, three)
+
+
+def test_each_bucket_is_one_region_with_every_kernel_inside(captured: Any) -> None:
+    _, _, final = captured
+    kernels = {gv.name_hint for gv, f in final.functions_items() if isinstance(f, tvm.tirx.PrimFunc)}
+    for function, sizes in BUCKETS.items():
+        for size in sizes:
+            body = final[f"{function}_{size}"].body
+            calls = [b.value for block in body.blocks for b in block.bindings if isinstance(b.value, tvm.ir.Call)]
+            outside = [c.op.name_hint for c in calls if isinstance(c.op, tvm.ir.GlobalVar) and c.op.name_hint in kernels
+                       and not c.op.name_hint.startswith("shape_func")]
+            text = final[f"{function}_{size}"].script()
+            assert outside == [] and text.count("vm.builtin.cuda_graph.run_or_capture") == 1, (function, size, outside)
+
+
+def test_padding_rows_write_no_live_page(captured: Any) -> None:
+    path, parameters, _ = captured
+    rng = np.random.default_rng(1)
+    filled = rng.standard_normal((2, 20, 2, 2, 4, 8)).astype(np.float32)
+    runner = Runner(path, parameters, graphs=True)
+    runner.pages.copyfrom(filled)
+    logits, *_ = runner.decode(4, [SequenceStep([5], 2, [3], [0])])     # three rows are padding
+    after = runner.pages.numpy()
+    changed = {int(p) for p in np.unique(np.argwhere(after != filled)[:, 1])}
+    assert changed <= {0, 3}
+    runner.pages.copyfrom(filled)
+    alone, *_ = runner.decode(1, [SequenceStep([5], 2, [3], [0])])
+    assert np.array_equal(alone[0], logits[0])
+    runner.pages.copyfrom(filled)
+    runner.prefill(8, SequenceStep([1, 2, 3], 0, [7], [2]))             # five tokens are padding
+    after = runner.pages.numpy()
+    assert {int(p) for p in np.unique(np.argwhere(after != filled)[:, 1])} <= {0, 7}
+
+
+def test_a_token_from_the_device_equals_one_from_the_host(captured: Any) -> None:
+    path, parameters, _ = captured
+    runner = Runner(path, parameters, graphs=True)
+    pages = [2, 3]
+    _, tokens, _ = runner.decode(1, [SequenceStep([9], 0, pages, [0])])
+    fed, *_ = runner.decode(1, [SequenceStep([0], 1, pages, [0])], source=[0])
+    given, *_ = runner.decode(1, [SequenceStep([int(tokens[0])], 1, pages, [0])])
+    assert np.array_equal(fed, given)
