@@ -20,7 +20,7 @@ import tvm
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime import cuda_memory, step_inputs
 from relaxpack.runtime.device_view import view
-from relaxpack.runtime.kv_cache.storage import choose_num_pages, page_bytes, page_shape
+from relaxpack.runtime.kv_cache.storage import DEVICE_SHARE, choose_num_pages, page_bytes, page_shape
 from relaxpack.runtime.step_inputs import Arrays, InputLayout
 from relaxpack.runtime.step_plan import SequenceStep, StepPlan
 from relaxpack.runtime.vm import Library
@@ -67,10 +67,10 @@ class _Staging:
 
 class CudaModelRunner:
     """A `runtime.step_plan.ModelRunner` over device memory. `buckets`: function → ascending sizes that have a captured
-    function."""
+    function; `arena_bytes`: what the plan says intermediates take. Pages get what is left of the device."""
 
     def __init__(self, library: Library, info: ModelInfo, device: Any, buckets: Mapping[str, Sequence[int]],
-                 num_pages: int | None = None) -> None:
+                 num_pages: int | None = None, arena_bytes: int = 0) -> None:
         self.info, self.device = info, device
         self.page_size, self.max_batch = info.page_size, info.max_batch
         self.prefill_chunk, self.max_context = info.prefill_chunk, info.max_context
@@ -79,7 +79,9 @@ class CudaModelRunner:
         self.graph_steps: Counter[str] = Counter()    # by function: steps through a bucket
         self.eager_steps: Counter[str] = Counter()    # and steps above the largest bucket
         self._library = library
-        self.num_pages = choose_num_pages(info, cuda_memory.free_and_total()[0], num_pages)
+        # The arena is taken at the first step, by the captured functions and once more by the eager ones.
+        free = max(0, cuda_memory.free_and_total()[0] - 2 * arena_bytes)
+        self.num_pages = choose_num_pages(info, free, num_pages, DEVICE_SHARE)
         layers, *rest = page_shape(info)
         self._pages = self._zeros((layers, self.num_pages, *rest), info.kv_dtype)
         self._previous = self._zeros((self.max_batch,), "int32")          # tokens of the last decode step

@@ -9,7 +9,8 @@ import numpy as np
 from relaxpack.errors import EnvironmentProblem, UsageError
 from relaxpack.model_info import ModelInfo
 
-_SHARE_OF_FREE_MEMORY = 0.5
+# A CPU shares its memory with everything else; a GPU serves one model, and what is left out is for graphs and libraries.
+HOST_SHARE, DEVICE_SHARE = 0.5, 0.95
 
 
 def page_shape(info: ModelInfo) -> tuple[int, ...]:
@@ -21,10 +22,10 @@ def page_bytes(info: ModelInfo) -> int:
     return int(np.prod(page_shape(info))) * (4 if info.kv_dtype == "float32" else 2)
 
 
-def choose_num_pages(info: ModelInfo, free_bytes: int, wanted: int | None = None) -> int:
-    """Pages to allocate, scratch page included: `wanted`, or what `max_batch` full sequences need, cut to half of the
-    free memory. Raises where not even one full sequence fits."""
-    fits = int(free_bytes * _SHARE_OF_FREE_MEMORY) // page_bytes(info)
+def choose_num_pages(info: ModelInfo, free_bytes: int, wanted: int | None = None, share: float = HOST_SHARE) -> int:
+    """Pages to allocate, scratch page included: `wanted`, or what `max_batch` full sequences need, cut to a share of
+    the free memory. Raises where not even one full sequence fits."""
+    fits = int(free_bytes * share) // page_bytes(info)
     least = info.max_pages_per_sequence + 1
     if wanted is not None:
         if wanted < 2:
