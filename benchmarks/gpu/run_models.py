@@ -44,7 +44,14 @@ def make_parameters(description: dict[str, Any]) -> tuple[list[Any], dict[str, t
     tensors, plain = [], {}
     for p in description["parameters"]:
         name, shape, recipe = p["name"], p["shape"], from_json(p["recipe"])
-        if p["dtype"] in ("bfloat16", "float16"):
+        if p["dtype"] == "uint32":      # codes of a quantised weight
+            w = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator, device="cuda", dtype=torch.int64)
+            w = w.to(torch.int32)
+            tensors.append(tvm.runtime.from_dlpack(w.view(torch.uint32)))
+            continue
+        if p["dtype"] in ("bfloat16", "float16") and "@q" in name:      # scales and minimums
+            w = torch.randn(shape, generator=generator, device="cuda").mul_(0.002).to(getattr(torch, p["dtype"]))
+        elif p["dtype"] in ("bfloat16", "float16"):
             w = torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).mul_(0.02)
             w = w.to(getattr(torch, p["dtype"]))
         elif p["dtype"] == "float32":
@@ -247,7 +254,11 @@ def main() -> None:
     device = device_for("cuda")
     bandwidth = read_bandwidth()
     tensors, plain = make_parameters(description)
-    weight_bytes = sum(t.numel() * t.element_size() for t in plain.values())
+    sizes = {p["name"]: int(np.prod(p["shape"])) * (2 if "16" in p["dtype"] else 4) for p in description["parameters"]}
+    weight_bytes = sum(sizes.values())
+    embedding_bytes = sum(size for name, size in sizes.items() if name.startswith("model.embed_tokens"))
+    weights = sum(from_json(p["recipe"]).out_features * from_json(p["recipe"]).in_features for p in description["parameters"]
+                  if isinstance(from_json(p["recipe"]), Pack) and from_json(p["recipe"]).suffix in ("", "codes"))
     library = Library(Path(f"{stem}.so"), device, tensors)
     most = max(map(int, args.batches.split(","))) * (max(map(int, args.contexts.split(","))) + 160)
     pages = 1 + max(most // info.page_size + 1024, 8192 // info.page_size + 64)
@@ -268,8 +279,7 @@ def main() -> None:
     result["capture_seconds"] = round(time.perf_counter() - begin, 2)
     free, total = cuda_memory.free_and_total()
     result["device_bytes_used"] = total - free
-    embedding = plain["model.embed_tokens.weight"]
-    read = weight_bytes - (0 if description["tie_embeddings"] else embedding.numel() * embedding.element_size())
+    read = weight_bytes - (0 if description["tie_embeddings"] else embedding_bytes)
     rows = []
     for context in map(int, args.contexts.split(",")):
         for batch in map(int, args.batches.split(",")):
@@ -289,7 +299,7 @@ def main() -> None:
     result["prefill"] = []
     for tokens in map(int, args.prefill.split(",")):
         ms = time_prefill(runner, tokens)
-        flops = 2 * tokens * (weight_bytes / 2 - embedding.numel())
+        flops = 2 * tokens * (weights - info.vocab_size * info.hidden_size * (1 if description["tie_embeddings"] else 2))
         result["prefill"].append({"tokens": tokens, "ms": round(ms, 3), "TFLOPs": round(flops / ms / 1e9, 1)})
         print(result["prefill"][-1], flush=True)
     args.out.write_text(json.dumps(result, indent=1))
