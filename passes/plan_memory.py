@@ -10,6 +10,7 @@ Stands where TVM's StaticPlanBlockMemory would; `VerifyMemoryPlan` checks what i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from relaxpack.passes.rewrite import exported_functions, is_op
 from relaxpack.passes.specialize_buckets import bucket_of
 from relaxpack.passes.storage_plan import Block, max_live, plan_storages
 from tvm import relax
+
+_SLACK = 65536   # bytes over the lower bound that are not worth a search
 
 
 @dataclass
@@ -50,39 +53,39 @@ class _Lifetimes:
                 continue
             self._see(step, var, value)
         self._use(func.body.body, len(self.bindings))
-        self.results = set(self._of(func.body.body))
+        self.results = set(self.reach(func.body.body))
 
     def _see(self, step: int, var: Any, value: Any) -> None:
         if isinstance(value, relax.Tuple):
-            self.parts[var] = [self._of(field) for field in value.fields]
+            self.parts[var] = [self.reach(field) for field in value.fields]
             self.reaches[var] = set().union(*self.parts[var], set())
         elif isinstance(value, relax.TupleGetItem):
             whole = value.tuple_value
-            self.reaches[var] = self.parts[whole][value.index] if whole in self.parts else self._of(whole)
+            self.reaches[var] = self.parts[whole][value.index] if whole in self.parts else self.reach(whole)
         elif isinstance(value, relax.Var):
-            self.reaches[var] = self._of(value)
+            self.reaches[var] = self.reach(value)
             if value in self.parts:
                 self.parts[var] = self.parts[value]
         elif isinstance(value, tvm.ir.Call):
             for arg in _arguments(value):
                 self._use(arg, step)
             if not isinstance(value.op, tvm.ir.GlobalVar):    # a view or an identity; PrimFuncs return nothing
-                self.reaches[var] = set().union(*map(self._of, _arguments(value)), set())
+                self.reaches[var] = set().union(*map(self.reach, _arguments(value)), set())
 
-    def _of(self, expr: Any) -> set[Any]:
+    def reach(self, expr: Any) -> set[Any]:
         if isinstance(expr, relax.Tuple):
             return set().union(*map(self._of, expr.fields), set())
         return self.reaches.get(expr, set()) if isinstance(expr, relax.Var) else set()
 
     def _use(self, expr: Any, step: int) -> None:
-        for var in self._of(expr):
+        for var in self.reach(expr):
             tensor = self.tensors[var]
             tensor.first = step if tensor.first < 0 else tensor.first
             tensor.last = step
 
     def only(self, expr: Any) -> _Tensor | None:
         """The allocation an argument points into, if it is exactly one."""
-        found = self._of(expr)
+        found = self.reach(expr)
         return self.tensors[next(iter(found))] if len(found) == 1 else None
 
 
@@ -93,40 +96,29 @@ def _arguments(call: Any) -> list[Any]:
     return found
 
 
-class _Groups:
-    """Tensors that are one block because the later ones overwrite the earlier ones in place."""
+@dataclass(frozen=True)
+class _Overwriting:
+    """In the call at `step` a kernel may write `new` over `old`, which dies there."""
 
-    def __init__(self, mod: tvm.IRModule | None, lifetimes: _Lifetimes, planned: list[_Tensor]) -> None:
-        """`mod` None: nothing is overwritten."""
-        self.members: list[list[_Tensor]] = [[tensor] for tensor in planned]
-        self.group_of = {tensor.var: i for i, tensor in enumerate(planned)}
-        if mod is None:
-            return
-        for step, binding in enumerate(lifetimes.bindings):
-            call = binding.value
-            if isinstance(call, tvm.ir.Call) and isinstance(call.op, tvm.ir.GlobalVar):
-                for source, target in (mod[call.op].attrs or {}).get(OVERWRITES, ()):
-                    self._overwrite(lifetimes, call, step, int(source), int(target))
+    step: int
+    old: Any
+    new: Any
 
-    def _overwrite(self, lifetimes: _Lifetimes, call: Any, step: int, source: int, target: int) -> None:
-        old, new = lifetimes.only(call.args[source]), lifetimes.only(call.args[target])
-        if old is None or new is None or old is new or not {old.var, new.var} <= self.group_of.keys():
-            return
-        reads = [arg for arg in call.args if old.var in lifetimes._of(arg)]
-        if len(reads) != 1 or old.last != step or new.first != step \
-                or not tvm_ffi.structural_equal(old.var.ty, new.var.ty):
-            return
-        into, group = self.group_of[old.var], self.group_of[new.var]
-        if into != group:
-            self.members[into] += self.members[group]
-            self.members[group] = []
-            for member in self.members[into]:
-                self.group_of[member.var] = into
 
-    def blocks(self) -> tuple[list[list[_Tensor]], list[Block]]:
-        groups = [members for members in self.members if members]
-        return groups, [Block(members[0].size, min(m.first for m in members), max(m.last for m in members))
-                        for members in groups]
+def _overwritings(mod: tvm.IRModule, lifetimes: _Lifetimes, planned: set[Any]) -> list[_Overwriting]:
+    found = []
+    for step, binding in enumerate(lifetimes.bindings):
+        call = binding.value
+        if isinstance(call, tvm.ir.Call) and isinstance(call.op, tvm.ir.GlobalVar):
+            for source, target in (mod[call.op].attrs or {}).get(OVERWRITES, ()):
+                old, new = lifetimes.only(call.args[int(source)]), lifetimes.only(call.args[int(target)])
+                if old is None or new is None or old is new or not {old.var, new.var} <= planned:
+                    continue
+                reads = [arg for arg in call.args if old.var in lifetimes.reach(arg)]
+                if len(reads) == 1 and old.last == step and new.first == step \
+                        and tvm_ffi.structural_equal(old.var.ty, new.var.ty):
+                    found.append(_Overwriting(step, old.var, new.var))
+    return found
 
 
 @dataclass
@@ -134,8 +126,35 @@ class _Function:
     gv: Any
     func: relax.Function
     lifetimes: _Lifetimes
-    groups: list[list[_Tensor]]
-    blocks: list[Block]
+    planned: list[_Tensor]
+    overwritings: list[_Overwriting]
+
+    def blocks(self, done: Sequence[_Overwriting]) -> tuple[list[list[_Tensor]], list[Block]]:
+        """Groups of tensors, and the block that each is: tensors that overwrite one another are one."""
+        group_of = {tensor.var: [tensor] for tensor in self.planned}
+        for one in done:
+            group, other = group_of[one.old], group_of[one.new]
+            if group is not other:
+                group += other
+                group_of |= {tensor.var: group for tensor in other}
+        groups = list({id(group): group for group in group_of.values()}.values())
+        return groups, [Block(group[0].size, min(t.first for t in group), max(t.last for t in group)) for group in groups]
+
+    def place(self, pool: list[int]) -> tuple[dict[Any, int], list[int]]:
+        """(storage of each tensor, storages). More overwriting is not always smaller, since a block that lives longer
+        finds fewer storages free: overwritings are given up one by one where that helps."""
+        done = list(self.overwritings)
+        bound = max(sum(pool), max_live(self.blocks(done)[1]))
+        best = plan_storages(self.blocks(done)[1], pool)
+        for one in reversed(self.overwritings):
+            if best.total <= bound + _SLACK:
+                break
+            without = [other for other in done if other is not one]
+            found = plan_storages(self.blocks(without)[1], pool, shuffles=0)
+            if found.total < best.total:
+                best, done = found, without
+        groups, _ = self.blocks(done)
+        return {t.var: s for group, s in zip(groups, best.storage_of, strict=True) for t in group}, best.storages
 
 
 def PlanMemory(overwrite: bool = True) -> Any:
@@ -146,27 +165,25 @@ def PlanMemory(overwrite: bool = True) -> Any:
         found = []
         for gv, func in exported_functions(mod):
             lifetimes = _Lifetimes(func)
-            planned = [t for var, t in lifetimes.tensors.items() if var not in lifetimes.results and t.first >= 0]
-            if bucket_of(func) is not None:    # the result leaves as a view of planned memory (PrepareCapture)
-                planned = [t for t in lifetimes.tensors.values() if t.first >= 0]
-            groups, blocks = _Groups(mod if overwrite else None, lifetimes, planned).blocks()
-            found.append(_Function(gv, func, lifetimes, groups, blocks))
+            # The result of a captured function leaves as a view of planned memory (PrepareCapture).
+            kept = set() if bucket_of(func) is not None else lifetimes.results
+            planned = [t for var, t in lifetimes.tensors.items() if var not in kept and t.first >= 0]
+            may = _overwritings(mod, lifetimes, {t.var for t in planned}) if overwrite else []
+            found.append(_Function(gv, func, lifetimes, planned, may))
         functions = dict(mod.functions_items())
         pool: list[int] = []
-        plans = {}
-        for f in sorted(found, key=lambda f: (-max_live(f.blocks), f.gv.name_hint)):
-            plans[f.gv] = plan_storages(f.blocks, pool)
-            pool = plans[f.gv].storages
+        places = {}
+        for f in sorted(found, key=lambda f: (-max_live(f.blocks(f.overwritings)[1]), f.gv.name_hint)):
+            places[f.gv], pool = f.place(pool)
         for f in found:
-            functions[f.gv] = _rewrite(f, plans[f.gv].storage_of, pool)
+            functions[f.gv] = _rewrite(f, places[f.gv], pool)
         return tvm.IRModule(functions, attrs=mod.attrs)
 
     return run
 
 
-def _rewrite(f: _Function, storage_of: list[int], sizes: list[int]) -> relax.Function:
+def _rewrite(f: _Function, place: dict[Any, int], sizes: list[int]) -> relax.Function:
     """Allocations become tensors of storages; a storage is allocated where it is first needed."""
-    place = {tensor.var: storage_of[i] for i, group in enumerate(f.groups) for tensor in group}
     storages: dict[int, Any] = {}
     typed = relax.BlockBuilder().normalize
     bindings = []

@@ -24,7 +24,16 @@ class _Rewriter(FunctionRewriter):
         if not is_op(call, "relax.take") or int(call.attrs.axis) != 0 or self.is_parameter(call.args[0]):
             return None
         moved = self._moved(call)
-        return self._row_wise(call.args[0], call, moved, {}) if call.args[0] in moved else None
+        if call.args[0] not in moved:
+            return None
+        done: dict[Any, Any] = {}
+        # All takes come first, the residual's before the last: a long tensor dies early and leaves its storage.
+        for var in reversed(list(self.definitions)):
+            if var in moved:
+                for arg in self.definitions[var].args:
+                    if arg not in moved and not self._is_weight(arg):
+                        self._rows_of(arg, call, moved, done)
+        return self._row_wise(call.args[0], call, moved, done)
 
     def _moved(self, take: Any) -> set[Any]:
         """Variables whose value is row-wise and is read by the take and by other such variables alone."""

@@ -7,6 +7,7 @@ over all sequences packed one behind the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,10 @@ class CpuModelRunner:
         self._pages = allocate_host_pages(info, self.num_pages)
         self._pages_tensor = as_tensor(self._pages)
         self._decode_inputs: dict[int, _Inputs] = {}
+
+    def instrument(self, observe: Any) -> None:
+        """See `Library.instrument`."""
+        self._library.instrument(observe)
 
     def forward(self, plan: StepPlan) -> np.ndarray:
         """float32 [total logit rows, vocab_size], rows in plan order. The array is the caller's."""

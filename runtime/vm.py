@@ -81,3 +81,7 @@ class Library:
         if name not in self._functions:
             self._functions[name] = self._vm[name]
         return self._functions[name](*inputs, self._parameters)
+
+    def instrument(self, observe: Any) -> None:
+        """`observe(func, name, before_run, ret_value, *args)` is called around every kernel from now on."""
+        self._vm.set_instrument(observe)

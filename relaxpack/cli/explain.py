@@ -2,57 +2,119 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+from relaxpack.cli.options import json_option
+from relaxpack.cli.show import console, human_bytes, print_json, table
+
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
-def explain(bundle: Path, as_json: bool) -> None:
-    """Print kernels, their schedules (tuned, rule, fallback) and the memory plan of BUNDLE."""
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a report for a browser here.")
+@click.option("--batch", default=1, show_default=True, type=click.IntRange(1), help="Sequences of the step shown.")
+@click.option("--context", default=1024, show_default=True, type=click.IntRange(1), help="Tokens each of them has.")
+@click.option("--measure", is_flag=True, help="Time each kernel of a decode step here (CPU bundles, batch 1).")
+@click.option("--bandwidth", type=float, metavar="GB/S", help="Memory bandwidth of the machine to predict for.")
+@click.option("--peak", type=float, metavar="TFLOP/S", help="Its arithmetic throughput.")
+@json_option
+def explain(bundle: Path, html: Path | None, batch: int, context: int, measure: bool, bandwidth: float | None,
+            peak: float | None, as_json: bool) -> None:
+    """Print the kernels of a step of BUNDLE with what they move and must cost, what each pass changed, and the memory
+    plan."""
     from relaxpack.dist.bundle import Bundle
+    from relaxpack.errors import UsageError
+    from relaxpack.explain import explanation
+    from relaxpack.step_costs import machine_for
 
+    if measure and batch != 1:
+        raise UsageError(f"--measure with --batch {batch}: kernels are timed for one sequence; leave --batch out")
     with Bundle.open(bundle) as opened:
-        record = opened.read_json("explain.json")
+        target = opened.manifest.targets[0].target
+        machine = machine_for(target.kind, target.arch, target.features, bandwidth and bandwidth * 1e9,
+                              peak and peak * 1e12)
+        measured: list[tuple[str, float]] = []
+        if measure:
+            from relaxpack.runtime.kernel_times import decode_kernel_times
+
+            kernels = opened.read_json("explain.json")["kernels"]
+            names = {k["name"] for k in kernels if k["source"] != "host"}
+            context = min(context, opened.manifest.model_info.max_context - 1)
+            measured = decode_kernel_times(bundle, names, context)
+        what = explanation(opened, batch, context, machine, measured)
+    if html is not None:
+        from relaxpack.explain_html import page
+
+        try:
+            html.write_text(page(what), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {html}: {error.strerror}; choose another --html file") from None
+        click.echo(f"{html}: {html.stat().st_size / 1e3:.0f} kB", err=True)
     if as_json:
-        json.dump(record, sys.stdout)
-        sys.stdout.write("\n")
-        return
-    _print(record)
+        print_json(what)
+    elif html is None:
+        _print(what)
 
 
-def _print(record: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _print(what: dict[str, Any]) -> None:
+    out, step = console(), what["step"]
+    timed = "measured_seconds" in step
+    columns = ("kernel", "schedule", "calls", "bytes", "FLOPs", "at least, µs", *(("measured, µs", "of roofline") if timed
+                                                                              else ()))
+    title = (f"One {step['function']} step: batch {what['rows']}, context {what['context']}, predicted for "
+             f"{what['machine']['name']}")
+    out.print(table(title, columns, [_kernel_row(k, timed) for k in by_kernel(step["kernels"])]))
+    over = f", {step['bytes_over_floor']:.3f} of weights + keys and values + logits" if step["bytes_over_floor"] else ""
+    out.print(f"{step['launches']} kernels, {human_bytes(step['bytes'])}{over}, {step['flops'] / 1e9:.2f} GFLOP, "
+              f"at least {step['seconds'] * 1e3:.2f} ms"
+              + (f", measured {step['measured_seconds'] * 1e3:.2f} ms" if timed else "") + "\n")
+    out.print(table("What each pass left", ("phase", "pass", "decode", "prefill", "PrimFuncs"), [
+        (p["phase"], p["name"], *(str(p["bindings"].get(f, "")) for f in ("decode", "prefill")), str(p["prim_funcs"]))
+        for p in changes(what["passes"])]))
+    if what["disabled"]:
+        out.print("Left out: " + ", ".join(what["disabled"]))
+    out.print()
+    out.print(table("Memory of intermediates", ("function", "graph", "kernels", "storages", "bytes", "alive at most"), [
+        (f["name"], "yes" if f["captured"] else "no", str(f["launches"]), str(len(f["storages"])),
+         human_bytes(f["bytes"]), human_bytes(f["live_bytes"])) for f in what["functions"]]))
+    memory = what["memory"]
+    if memory["live_bytes"]:
+        out.print(f"All functions share {human_bytes(memory['arena_bytes'])}, "
+                  f"{memory['arena_bytes'] / memory['live_bytes']:.3f} of the lower bound; checked: no two live tensors "
+                  "overlap")
+    if what["not_ours"]:
+        out.print("Not covered by a kernel of ours: "
+                  + ", ".join(f"{k['name']} ({k['source']})" for k in what["not_ours"]))
 
-    console = Console()
-    phases = Table(title="Phases", title_justify="left")
-    for column in ("phase", "bindings decode", "bindings prefill", "PrimFuncs"):
-        phases.add_column(column, justify="left" if column == "phase" else "right")
-    for phase in record["phases"]:
-        bindings = phase.get("bindings", {})
-        phases.add_row(phase["phase"], *(str(bindings.get(f, "")) for f in ("decode", "prefill")),
-                       str(phase.get("prim_funcs", "")))
-    console.print(phases)
-    for function, calls in record["calls"].items():
-        table = Table(title=f"Kernels of one {function} step", title_justify="left")
-        table.add_column("kernel")
-        table.add_column("schedule")
-        table.add_column("calls", justify="right")
-        for call in calls:
-            table.add_row(call["kernel"], call["source"], str(call["calls"]))
-        table.add_row("total", "", str(sum(call["calls"] for call in calls)), style="bold")
-        console.print(table)
-    others = [k for k in record["kernels"] if k["source"] in ("fallback", "dlight")]
-    if others:
-        console.print("Not covered by a kernel of ours: " + ", ".join(f"{k['name']} ({k['source']})" for k in others))
-    for function, plan in record["memory_plan"].items():
-        planned = sum(t["size"] for t in plan["tensors"])
-        console.print(f"Memory plan of {function}: {plan['bytes'] / 1e6:.2f} MB in {len(plan['storages'])} storages "
-                      f"for {len(plan['tensors'])} tensors ({planned / 1e6:.2f} MB without reuse); checked: no two live "
-                      f"tensors overlap")
+
+def by_kernel(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls of one kernel added up, in order of first launch."""
+    sums: dict[str, dict[str, Any]] = {}
+    for kernel in kernels:
+        known = sums.setdefault(kernel["kernel"], {**kernel, "calls": 0, "bytes": 0, "flops": 0, "seconds": 0.0,
+                                                   **({"measured_seconds": 0.0} if "measured_seconds" in kernel else {})})
+        known["calls"] += 1
+        for field in ("bytes", "flops", "seconds", "measured_seconds"):
+            if field in kernel:
+                known[field] += kernel[field]
+    return list(sums.values())
+
+
+def changes(passes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The passes after which the module was another size."""
+    kept: list[dict[str, Any]] = []
+    for one in passes:
+        if not kept or (one["bindings"], one["prim_funcs"]) != (kept[-1]["bindings"], kept[-1]["prim_funcs"]):
+            kept.append(one)
+    return kept
+
+
+def _kernel_row(kernel: dict[str, Any], timed: bool) -> tuple[str, ...]:
+    row = (kernel["kernel"], kernel["source"], str(kernel["calls"]), human_bytes(kernel["bytes"]),
+           f"{kernel['flops'] / 1e6:.1f} M", f"{kernel['seconds'] * 1e6:.1f}")
+    if not timed:
+        return row
+    seconds = kernel["measured_seconds"]
+    return (*row, f"{seconds * 1e6:.1f}", f"{100 * kernel['seconds'] / seconds:.0f} %" if seconds else "")

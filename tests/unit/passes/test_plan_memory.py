@@ -111,3 +111,34 @@ def test_the_module_is_not_changed():
     after = PlanMemory()(Residual)
     tvm.ir.assert_structural_equal(Residual, kept)
     assert relax.analysis.check_well_formed(after)
+
+
+@I.ir_module
+class Captured:
+    """A bucket's function: the result leaves through the identity copy, so it is planned, and lives to the end."""
+    @T.prim_func(private=True, s_tir=True)
+    def copy(x: T.Buffer((T.int64(64),), "float32"), y: T.Buffer((T.int64(64),), "float32")):
+        for i in range(64):
+            y[i] = x[i]
+
+    @R.function
+    def step(x: R.Tensor((64,), "float32")) -> R.Tensor((64,), "float32"):
+        R.func_attr({"num_input": 1, "tir_var_upper_bound": {}, "relax.force_pure": True, "relaxpack.bucket": 1})
+        cls = Captured
+        a = R.builtin.alloc_tensor(R.shape([64]), R.dtype("float32"), R.prim_value(0), R.str("global"))
+        _0 = cls.copy(x, a)
+        b = R.builtin.alloc_tensor(R.shape([64]), R.dtype("float32"), R.prim_value(0), R.str("global"))
+        _1 = cls.copy(a, b)
+        view = R.reshape(a, R.shape([64]))
+        c = R.builtin.alloc_tensor(R.shape([64]), R.dtype("float32"), R.prim_value(0), R.str("global"))
+        _2 = cls.copy(view, c)
+        y = R.call_pure_packed("vm.builtin.copy", b, ty_args=R.Tensor((64,), "float32"))
+        return y
+
+
+def test_results_of_captured_functions_are_planned_and_live_to_the_end():
+    plan = json.loads(str(VerifyMemoryPlan(PlanMemory()(Captured)).attrs[PLAN]))["step"]
+    assert plan["captured"] and plan["unplanned"] == []
+    tensors = {t["name"]: t for t in plan["tensors"]}
+    # `a` is read through its view after `b` is written; `c` may not take the place of the result.
+    assert len({tensors[name]["storage"] for name in "abc"}) == 3 and plan["live_bytes"] == 768

@@ -1,0 +1,81 @@
+"""Everything `relaxpack explain` shows, as one JSON document, from a bundle's own record. Compiles and runs nothing
+(measured times are handed in).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from relaxpack.dist.bundle import Bundle
+from relaxpack.dist.describe import AUDIT
+from relaxpack.dist.manifest import TargetEntry
+from relaxpack.step_costs import KernelCost, Machine, floor_bytes, machine_for, step_costs
+
+MEMBER = "explain.json"
+
+
+def explanation(bundle: Bundle, rows: int = 1, context: int = 1024, machine: Machine | None = None,
+                measured: Sequence[tuple[str, float]] = ()) -> dict[str, Any]:
+    """`measured`: seconds of each kernel of the decode step, in launch order. Context is cut to what the bundle allows."""
+    record = bundle.read_json(MEMBER)
+    manifest = bundle.manifest
+    entry = manifest.targets[0]
+    context = min(context, manifest.model_info.max_context - 1)
+    machine = machine or machine_for(entry.target.kind, entry.target.arch, entry.target.features)
+    sources = {kernel["name"]: kernel["source"] for kernel in record["kernels"]}
+    decode = decode_function(entry, rows)
+    steps = record.get("steps", {})
+    costs = step_costs(steps.get(decode, ()), sources, machine, rows, context)
+    kernels = [{**asdict(cost), **_measurement(cost, measured, i)} for i, cost in enumerate(costs)]
+    chunk = min(manifest.model_info.prefill_chunk, context)
+    prefill = step_costs(steps.get("prefill", ()), sources, machine, chunk, chunk)
+    floor = floor_bytes(steps.get(decode, ()), rows, context)
+    return {
+        "model": manifest.model_info.to_json(), "target": entry.target.name, "compiler": dict(manifest.compiler),
+        "weights": dict(manifest.weights.formats), "options": dict(manifest.build_options),
+        "machine": asdict(machine), "rows": rows, "context": context,
+        "step": {"function": decode, **_totals(costs, measured), "floor_bytes": floor,
+                 "bytes_over_floor": sum(c.bytes for c in costs) / floor if floor else None, "kernels": kernels},
+        "prefill": {"function": "prefill", "rows": chunk, **_totals(prefill, ()),
+                    "kernels": [asdict(cost) for cost in prefill]},
+        "passes": record.get("passes", []), "disabled": record.get("disabled", []), "phases": record["phases"],
+        "schedules": dict(sorted(Counter(k["source"].split(":")[0] for k in record["kernels"]).items())),
+        "not_ours": [k for k in record["kernels"] if k["source"] in ("fallback", "dlight")],
+        "functions": [{"name": name, **_function(plan, steps.get(name, ()))}
+                      for name, plan in record["memory_plan"].items()],
+        "memory": {"arena_bytes": entry.memory_plan.get("arena_bytes"),
+                   "live_bytes": max((p.get("live_bytes", 0) for p in record["memory_plan"].values()), default=0)},
+        "memory_plan": record["memory_plan"], "calls": record["calls"],
+        "tuning_records": list(getattr(entry, "tuning_records", ()) or ()),
+        "audit": bundle.read_json(AUDIT) if AUDIT in bundle else {},
+    }
+
+
+def decode_function(entry: TargetEntry, rows: int) -> str:
+    """The function that decodes `rows` sequences: the smallest bucket that holds them, else the symbolic one."""
+    buckets = sorted(size for size in entry.buckets.get("decode", ()) if size >= rows)
+    return f"decode_{buckets[0]}" if buckets else "decode"
+
+
+def _measurement(cost: KernelCost, measured: Sequence[tuple[str, float]], index: int) -> dict[str, Any]:
+    if index >= len(measured):
+        return {}
+    name, seconds = measured[index]
+    assert name == cost.kernel, (name, cost.kernel)
+    return {"measured_seconds": seconds, "share_of_roofline": cost.seconds / seconds if seconds else None}
+
+
+def _totals(costs: Sequence[KernelCost], measured: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    return {"launches": len(costs), "bytes": sum(c.bytes for c in costs), "flops": sum(c.flops for c in costs),
+            "seconds": sum(c.seconds for c in costs),
+            **({"measured_seconds": sum(s for _, s in measured)} if measured else {})}
+
+
+def _function(plan: dict[str, Any], calls: Sequence[Any]) -> dict[str, Any]:
+    return {"captured": plan.get("captured", False), "launches": len(calls), "storages": plan["storages"],
+            "bytes": plan["bytes"], "live_bytes": plan.get("live_bytes", 0),
+            "result_bytes": plan.get("result_bytes", 0), "tensors": len(plan["tensors"]),
+            "tensor_bytes": sum(t["size"] for t in plan["tensors"])}
