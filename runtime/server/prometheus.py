@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -76,4 +76,5 @@ def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
 def metrics_text(engine: EngineMetrics, http: HttpCounts, model: str) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ServerCollector(engine, http, model))
+    ProcessCollector(registry=registry)     # memory, processor time, open files
     return generate_latest(registry)

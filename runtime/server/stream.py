@@ -108,6 +108,9 @@ class GenerationResponse(Response):
             body += self._events(self._take(index, piece))
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+                # Neither sending nor reading suspends while there is room and there are pieces, but others want their turn,
+                # and that the client has left is only learnt by giving up ours.
+                await asyncio.sleep(0)
             body = b""
             try:
                 index, piece = await anext(pieces)

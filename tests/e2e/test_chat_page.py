@@ -102,17 +102,21 @@ def server() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
     with chromium() as session:
         yield session
-        problems = [entry for entry in session.get_log("browser") if entry["level"] == "SEVERE"]
-        assert not problems
 
 
 @pytest.fixture
-def page(server: Running, driver: Any) -> Page:
-    return Page(driver, server.url)
+def page(server: Running, driver: Any) -> Iterator[Page]:
+    """The page as somebody sees it who has never been here."""
+    driver.get(server.url + "/health")
+    driver.execute_script("localStorage.clear()")
+    driver.get_log("browser")
+    yield Page(driver, server.url)
+    problems = [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+    assert not problems
 
 
 def test_a_conversation_by_keyboard_and_click(page):
