@@ -126,6 +126,7 @@ def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec
     _check_options(options)
     check_destination(output, force)
     _prepare_dump(dump)
+    _check_linker()
     spec = parse_target(target) if isinstance(target, str) else target
     seconds: dict[str, float] = {}
 
@@ -214,6 +215,15 @@ def _prepare_dump(dump: Path | None) -> None:
         raise UsageError(f"cannot write the IR to {dump}: {error.strerror}; choose another --dump folder") from None
 
 
+def _check_linker() -> None:
+    from tvm.support import cc
+
+    found = cc.get_cc()     # $CXX, or one of those that are known
+    if found is None or shutil.which(found) is None:
+        raise EnvironmentProblem("building needs a C++ compiler to link the library, and there is no "
+                                 f"{found or 'g++'}: apt-get install g++ (Debian, Ubuntu), or set CXX")
+
+
 def _check_options(options: BuildOptions) -> None:
     for name in ("max_batch", "prefill_chunk", "page_size"):
         if getattr(options, name) < 1:
@@ -267,9 +277,6 @@ def _export(lowered: Lowered, library: Path) -> None:
     try:
         lowered.executable.export_library(str(library), workspace_dir=str(library.parent))
     except (RuntimeError, ValueError, FileNotFoundError) as error:
-        if shutil.which("g++") is None:
-            raise EnvironmentProblem("building needs g++ to link the library, and it is not installed: "
-                                     "apt-get install g++ (Debian, Ubuntu)") from error
         raise CompileError(f"linking {library.name} failed: "
                            f"{(str(error).strip().splitlines() or [type(error).__name__])[-1]}") from error
 

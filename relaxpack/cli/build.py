@@ -22,7 +22,8 @@ import click
 @click.option("--target", default="cpu", show_default=True,
               help="cpu (this one), cpu:x86-64-v3, cpu:x86-64-v4, cuda (the GPU here) or cuda:sm_XX.")
 @click.option("--weights", default="as-is", show_default=True,
-              type=click.Choice(["as-is", "q4", "q8", "f16", "bf16", "f32"]), help="How weights are stored.")
+              type=click.Choice(["as-is", "q4", "q8", "f16", "bf16", "f32"]),
+              help="How weights are stored; q4 and q8 keep what has that many bits or fewer.")
 @click.option("--max-context", type=click.IntRange(2), help="Tokens a sequence may have [default: the model's].")
 @click.option("--max-batch", default=8, show_default=True, type=click.IntRange(1), help="Sequences a step may have.")
 @click.option("--prefill-chunk", default=512, show_default=True, type=click.IntRange(1),

@@ -53,12 +53,21 @@ def _overview(what: dict[str, Any]) -> list[tuple[str, str]]:
                     f"{model['max_batch']} sequences a step, prefill by {model['prefill_chunk']}"),
         ("weights", f"{formats}; activations {model['activation_dtype']}"),
         ("size", f"{human_bytes(what['bytes'])} ({sizes})"),
-        ("source", ", ".join(f"{name} {value}" for name, value in manifest["source"].items())),
+        ("source", _source(manifest["source"])),
         ("built by", f"relaxpack {manifest['relaxpack_version']}; {versions}"),
         ("key", manifest["key"]),
         ("runs here", what["chosen"] or "no: " + "; ".join(reason for entry in what["targets"]
                                                            for reason in entry["reasons"])),
     ]
+
+
+def _source(source: Mapping[str, Any]) -> str:
+    """The usual facts in words; a source of another kind as it is."""
+    size, files = source.get("bytes"), source.get("files")
+    if not {"name", "kind"} <= source.keys() or not isinstance(size, int) or not isinstance(files, list):
+        return ", ".join(f"{name} {value}" for name, value in source.items())
+    return (f"{source['name']} ({source['kind']}), {human_bytes(size)} in "
+            + (f"{len(files)} files" if len(files) != 1 else "one file"))
 
 
 def _target_row(entry: dict[str, Any], chosen: str | None) -> tuple[str | Text, ...]:
@@ -72,16 +81,20 @@ def _target_row(entry: dict[str, Any], chosen: str | None) -> tuple[str | Text, 
 
 
 def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, str(value)) for name, value in values.items()]
+    """What was given; None stands for what the model or the target decides."""
+    return [(name, "default" if value is None else ", ".join(map(str, value)) or "none" if isinstance(value, list)
+             else str(value)) for name, value in values.items()]
 
 
 def _print_audit(out: Any, audit: dict[str, Any]) -> None:
     entries = audit.get("entries", [])
     if entries:
         used = [entry for entry in entries if entry["status"] == "used"]
-        out.print(table(f"Config audit: {len(used)} keys used, {len(entries) - len(used)} ignored (none unknown)",
-                        ("file", "key", "status", "value", "why"),
-                        [(e["file"], e["key"], e["status"], e["value"], e["why"]) for e in entries]))
-        out.print()
+        out.print(Text(f"Config audit: {len(used)} keys used, {len(entries) - len(used)} ignored (none unknown)", "bold"))
+        for file in dict.fromkeys(entry["file"] for entry in entries):     # in the order of reading
+            out.print(table("", (printable(file), "value", ""),
+                            [(e["key"], e["value"], f"{e['status']}{f': {why}' if (why := e['why']) else ''}")
+                             for e in entries if e["file"] == file]))
+            out.print()
     for warning in audit.get("warnings", []):
         out.print(Text(printable(f"warning: {warning}"), STYLES["note"]))

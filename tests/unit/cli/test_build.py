@@ -50,3 +50,15 @@ def test_ctrl_c_inside_tvm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert cli.run(["build", "m", "-o", "x"]) == 130
     assert capsys.readouterr().err == "relaxpack: interrupted\n"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_no_linker_is_said_before_any_work(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    for variable in ("CXX", "CC"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.run(["build", str(checkpoint), "-o", str(tmp_path / "x.bundle")]) == 6
+    assert "no g++: apt-get install g++" in capsys.readouterr().err
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert cli.run(["build", str(checkpoint), "-o", str(tmp_path / "x.bundle")]) == 6
+    assert "no no-such-compiler" in capsys.readouterr().err

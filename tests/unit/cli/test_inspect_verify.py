@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import relaxpack.runtime
 from relaxpack.cli import run
@@ -29,6 +30,22 @@ def test_inspect_shows_everything(bundle: Path, capsys: pytest.CaptureFixture[st
                  "1 keys used, 1 ignored", "use_cache", "always on", "lm_head.weight is tied",
                  "apache-tvm 0.27.0.post1", LIBRARY, "weights", "as-is"):
         assert part in text, part
+
+
+def test_inspect_fits_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widest table has three columns, and what nobody chose is called default."""
+    write_bundle(tmp_path / "x.bundle")
+    manifest = json.loads((tmp_path / "x.bundle" / "manifest.json").read_text())
+    manifest["source"] = {"name": "m.gguf", "kind": "gguf", "bytes": 98362432, "files": ["m.gguf"]}
+    manifest["build_options"] = {"weights": "as-is", "max_context": None, "disabled_passes": []}
+    (tmp_path / "x.bundle" / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr("relaxpack.cli.inspect.console", lambda: Console(width=80))
+    assert run(["inspect", str(tmp_path / "x.bundle")]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in ("source m.gguf (gguf), 98.4 MB in one file", "max_context default", "disabled_passes none",
+                 "config.json value", "ignored: always on"):
+        assert any(line in shown for shown in lines), (line, lines)
 
 
 def test_inspect_json(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
