@@ -77,7 +77,8 @@ def main() -> None:
     arguments = parser.parse_args()
     problems: list[str] = []
     memory: list[float] = []
-    with served_bundle(arguments.bundle) as url:
+    # Few pages, so that all of them have been touched before memory is compared, and eviction never stops.
+    with served_bundle(arguments.bundle, ["--num-pages", "256"]) as url:
         for part in range(10):
             crowd = Crowd(url, part)
             asyncio.run(crowd.run(arguments.clients, time.monotonic() + arguments.minutes * 6))

@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 KEY = "test-key"
@@ -24,6 +25,11 @@ QUESTION = [{"role": "user", "content": "What is a compiler?"}]
 SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 0,
                                                                                        "maximum": 99}},
           "required": ["colour", "count"], "additionalProperties": False}
+
+
+class Thing(pydantic.BaseModel):
+    kind: Literal["tool", "toy"]
+    size: Literal[1, 2]
 
 
 @dataclass
@@ -115,6 +121,12 @@ class TestOpenAI:
         form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
         value = json.loads(chat(client, response_format=form, max_tokens=120).choices[0].message.content)
         assert value["colour"] in ("red", "blue") and 0 <= value["count"] <= 99
+
+    def test_parsing_into_a_class(self, client):
+        answer = client.chat.completions.parse(model="smol", messages=QUESTION, response_format=Thing, temperature=0,
+                                               max_tokens=120)
+        thing = answer.choices[0].message.parsed
+        assert isinstance(thing, Thing) and thing.size in (1, 2)
 
     def test_stop_seed_and_n(self, client):
         whole = chat(client).choices[0].message.content

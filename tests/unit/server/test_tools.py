@@ -30,7 +30,8 @@ def answer(prompt: str) -> str:
 
 @pytest.fixture(scope="module")
 def chat():
-    with background(scripted_model(answer, tools=True, grammar=True)) as server, \
+    # The name that Hugging Face's client gives every model of a server.
+    with background(scripted_model(answer, tools=True, grammar=True, name="dummy")) as server, \
             httpx.Client(base_url=server.url, timeout=60) as session:
         yield Chat(session)
 
@@ -153,3 +154,33 @@ def test_tools_and_a_response_format_exclude_each_other(chat):
     assert chat.error("x", tools=[TIME], response_format={"type": "json_object"})["param"] == "response_format"
     assert chat.error("x", tools=[TIME], tool_choice="required", response_format={"type": "json_object"})["param"] == \
         "tool_choice"
+
+
+QUESTION = [{"role": "user", "content": "one"}]
+
+
+def test_the_openai_client_calls_tools(chat):
+    import openai
+
+    with openai.OpenAI(base_url=f"{str(chat.session.base_url).rstrip('/')}/v1", api_key="x", max_retries=0) as client:
+        ask = client.chat.completions
+        message = ask.create(model="dummy", messages=QUESTION, tools=[WEATHER]).choices[0].message
+        assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Žilina"}
+        with ask.stream(model="dummy", messages=QUESTION, tools=[WEATHER]) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_completion().choices[0]
+        assert "tool_calls.function.arguments.delta" in kinds and final.finish_reason == "tool_calls"
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": '{"city": "Žilina"}'}
+        history = [*QUESTION, message.model_dump(exclude_none=True), result]
+        answered = ask.create(model="dummy", messages=history, tools=[WEATHER]).choices[0]
+        assert answered.message.content == "It is sunny in Žilina" and answered.finish_reason == "stop"
+
+
+def test_the_hugging_face_client_calls_tools(chat):
+    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed (group test)")
+    client = hub.InferenceClient(base_url=f"{str(chat.session.base_url).rstrip('/')}/v1", api_key="x", timeout=60)
+    [call] = client.chat_completion(QUESTION, tools=[WEATHER]).choices[0].message.tool_calls
+    assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Žilina"}
+    parts = [part for chunk in client.chat_completion(QUESTION, tools=[WEATHER], stream=True)
+             for part in chunk.choices[0].delta.tool_calls or ()]
+    assert json.loads("".join(part.function.arguments for part in parts)) == {"city": "Žilina"}
