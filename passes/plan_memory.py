@@ -23,7 +23,7 @@ from relaxpack.passes.specialize_buckets import bucket_of
 from relaxpack.passes.storage_plan import Block, max_live, plan_storages
 from tvm import relax
 
-_SLACK = 65536   # bytes over the lower bound that are not worth a search
+_SLACK = 128   # a plan within 1/128 of the lower bound is not worth a search
 
 
 @dataclass
@@ -147,7 +147,7 @@ class _Function:
         bound = max(sum(pool), max_live(self.blocks(done)[1]))
         best = plan_storages(self.blocks(done)[1], pool)
         for one in reversed(self.overwritings):
-            if best.total <= bound + _SLACK:
+            if best.total <= bound + bound // _SLACK:
                 break
             without = [other for other in done if other is not one]
             found = plan_storages(self.blocks(without)[1], pool, shuffles=0)

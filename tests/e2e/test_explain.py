@@ -1,0 +1,103 @@
+"""`relaxpack explain` on a real bundle: text, JSON, measured kernels, and the page in a browser, light and dark."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relaxpack.cli import run
+from relaxpack.cli.explain import by_kernel
+from relaxpack.explain_html import page
+from tests.helpers.browser import chromium
+
+
+@pytest.fixture(scope="module")
+def document(tiny_bundle: Path) -> dict[str, Any]:
+    from relaxpack.dist.bundle import Bundle
+    from relaxpack.explain import explanation
+    from relaxpack.step_costs import Machine
+
+    with Bundle.open(tiny_bundle) as bundle:
+        return explanation(bundle, context=100, machine=Machine("a machine", 1e10, 1e11, "given"))
+
+
+def test_the_step_adds_up(document: dict[str, Any]) -> None:
+    """Two layers of a 64-wide Llama with 4 heads, 2 of them with keys, head size 16, vocabulary 512, float32."""
+    step = document["step"]
+    assert [k["operation"] for k in step["kernels"]] == [
+        "embedding", "rms_norm", *["linear", "rope_append", "attention", "linear", "add_rms_norm", "linear", "linear",
+                                   "add_rms_norm"] * 2, "linear"]
+    weights = 4 * (2 * ((64 + 64) * 64 + 64 * 64 + 3 * 128 * 64) + 512 * 64)
+    matmuls = [k for k in step["kernels"] if k["operation"] == "linear"]
+    assert sum(k["flops"] for k in matmuls) == 2 * weights // 4
+    assert weights < sum(k["bytes"] for k in matmuls) < 1.03 * weights
+    attention = [k for k in step["kernels"] if k["operation"] == "attention"]
+    assert {k["bytes"] for k in attention} == {100 * 2 * 2 * 16 * 2 + 2 * 64 * 4}      # float16 keys and values, q, y
+    assert {k["flops"] for k in attention} == {100 * 4 * 64}
+    assert step["bytes"] == sum(k["bytes"] for k in step["kernels"])
+    assert step["bytes_over_floor"] < 1.05                                   # tiny activations are not that tiny
+    assert step["seconds"] == pytest.approx(sum(max(k["bytes"] / 1e10, k["flops"] / 1e11) for k in step["kernels"]))
+    assert sum(k["calls"] for k in by_kernel(step["kernels"])) == step["launches"] == len(step["kernels"])
+    assert document["memory"]["arena_bytes"] <= 1.05 * document["memory"]["live_bytes"]
+
+
+def test_as_json_and_text(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", str(tiny_bundle), "--json", "--bandwidth", "20", "--peak", "0.1"]) == 0
+    what = json.loads(capsys.readouterr().out)
+    assert what["machine"]["bandwidth"] == 20e9 and what["machine"]["peak"] == 0.1e12
+    assert what["context"] == 127                                            # cut to what the bundle allows
+    assert run(["explain", str(tiny_bundle), "--bandwidth", "20"]) == 0
+    text = capsys.readouterr().out
+    for part in ("One decode step: batch 1, context 127", "rule:cpu.linear", "CombineParallelMatmul", "PlanMemory",
+                 "of the lower bound", "19 kernels"):
+        assert part in text, part
+
+
+def test_measured(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", str(tiny_bundle), "--measure", "--json", "--bandwidth", "20"]) == 0
+    step = json.loads(capsys.readouterr().out)["step"]
+    assert all(0 < k["measured_seconds"] < 0.1 for k in step["kernels"])
+    assert step["measured_seconds"] == pytest.approx(sum(k["measured_seconds"] for k in step["kernels"]))
+    assert run(["explain", str(tiny_bundle), "--measure", "--batch", "2"]) == 2
+
+
+def test_the_page_needs_nothing_from_outside(document: dict[str, Any]) -> None:
+    text = page(document)
+    assert not re.search(r"https?:|<script|<link|@import|url\(|src=", text)
+    for part in ("One decode step", "One prefill of", "What each pass changed", "Memory plan", "Functions, graphs",
+                 "Config audit", "most alive at once"):
+        assert part in text, part
+
+
+def test_text_of_a_bundle_stays_text(document: dict[str, Any]) -> None:
+    hostile = json.loads(json.dumps(document))
+    hostile["model"]["name"] = "<script>alert(1)</script>"
+    hostile["step"]["kernels"][0]["kernel"] = '"><img src=x onerror=alert(1)>\x1b[31m'
+    hostile["audit"]["entries"][0]["value"] = "<b>&"
+    text = page(hostile)
+    assert "<script" not in text and "<img" not in text and "\x1b" not in text and "&lt;b&gt;&amp;" in text
+
+
+def test_a_place_that_cannot_be_written(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", str(tiny_bundle), "--html", str(tmp_path / "no" / "x.html"), "--bandwidth", "20"]) == 2
+    assert "choose another --html file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_in_a_browser(document: dict[str, Any], tmp_path: Path, dark: bool) -> None:
+    (tmp_path / "x.html").write_text(page(document), encoding="utf-8")
+    with chromium(dark=dark) as browser:
+        browser.get(f"file://{tmp_path}/x.html")
+        assert browser.get_log("browser") == []
+        wide, window = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+        assert wide <= window
+        color = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", color)[:3])) < 120) == dark
+        heights = browser.execute_script("return [...document.querySelectorAll('svg')].map(s => s.clientHeight)")
+        assert len(heights) >= 4 and min(heights) > 20
+        rows = browser.execute_script("return document.querySelectorAll('details')[0].querySelectorAll('tbody tr').length")
+        assert rows == document["step"]["launches"]
