@@ -204,6 +204,14 @@ def explore_variants() -> list[dict[str, Any]]:
     return found
 
 
+def compare_variants() -> list[dict[str, Any]]:
+    """gemm_many with and without dependent launch, two walking orders, in one run."""
+    return [variant("many", (n, k), rows=(512, 1024, 2048, 4096), linear=linear, swiglu=swiglu, tile_n=tile_n,
+                    group_m=group_m, dependent_launch=pdl)
+            for linear, (n, k, swiglu) in LINEARS.items() if linear.startswith("8b") and not linear.endswith("head")
+            for pdl in (False, True) for group_m in (8, 16) for tile_n in ((128, 256) if swiglu else (256,))]
+
+
 def any_variants() -> list[dict[str, Any]]:
     """PrimFuncs in which the host picks by the number of rows."""
     rows = (1, 8, 9, 31, 32, 33, 64, 65, 128, 129, 256, 257, 511, 513, 1000, 1025, 2049, 3000)
@@ -216,5 +224,6 @@ def any_variants() -> list[dict[str, Any]]:
 def group_variants() -> dict[str, list[dict[str, Any]]]:
     """Group name → variants without duplicates; a group is one library and one process on the GPU machine."""
     groups = {"check": check_variants(), "few": few_variants(), "quant": quant_variants(), "chain": chain_variants(),
-              "many": many_variants(), "plan": plan_variants(), "explore": explore_variants(), "any": any_variants()}
+              "many": many_variants(), "plan": plan_variants(), "explore": explore_variants(), "compare": compare_variants(),
+              "any": any_variants()}
     return {name: list({v["name"]: v for v in variants}.values()) for name, variants in groups.items()}

@@ -25,6 +25,8 @@ MULTIPROCESSORS = 132
 FILL = 96                       # blocks that are enough for gemm_few: the rest of the chip starts the next kernel
 FILL_QUANTIZED = 128            # the same for gemm_few_quant
 UNPACK_ROWS = 64                # from here on a quantised weight is unpacked once before the product
+# Measured time of one wave of gemm_many by the tile's columns, in columns of the widest: narrow tiles read more from L2.
+TILE_COST = {64: 84, 96: 110, 128: 138, 192: 200, 256: 256}
 EVERY = 1 << 40                 # larger than any row count
 DECODE_ROWS = (8, 32, 128, EVERY)
 PREFILL_ROWS = (32, 64, 128, 256, 512, 1024, 2048, EVERY)
@@ -60,8 +62,9 @@ def generic_plan(n: int, k: int, rows: int, swiglu: bool) -> Plan:
 
 
 def hopper_plan(n: int, k: int, rows: int, swiglu: bool) -> Plan:
-    """Family and tiling for exactly `rows` rows (or up to them) of x, weights `[n, k]`."""
-    if rows <= 8 and n <= 4096:
+    """Family and tiling for exactly `rows` rows (or up to them) of x, weights `[n, k]`. At 8 rows and fewer gemm_few is as
+    fast alone, but in a chain its full shared memory keeps the next kernel from starting early."""
+    if rows <= 8:
         return _rows_plan(n, k, rows)
     if rows <= 128 or (rows <= 256 and (swiglu or (n <= 2048 and k >= 4096))):
         return "gemm_few", few_tiling(n, k, rows, swiglu)
@@ -69,7 +72,8 @@ def hopper_plan(n: int, k: int, rows: int, swiglu: bool) -> Plan:
 
 
 def _rows_plan(n: int, k: int, rows: int) -> Plan:
-    warps = next(w for w in (16, 8, 4, 2, 1) if w * 2 * 64 <= max(k, 128))
+    most = 16 if n <= 8192 else 8
+    warps = next(w for w in (16, 8, 4, 2, 1) if w <= most and w * 2 * 64 <= max(k, 128))
     return "gemm_rows", {"columns": 8 if rows <= 8 else 16, "warps": warps, "unroll": 2}
 
 
@@ -84,15 +88,15 @@ def few_tiling(n: int, k: int, rows: int, swiglu: bool = False) -> dict[str, int
 
 
 def many_tiling(n: int, rows: int, swiglu: bool) -> dict[str, int]:
-    """Columns of a tile by waves of tiles over the chip."""
+    """Columns of a tile by waves of tiles over the chip, times what a tile of that width costs."""
     rows = min(rows, 4096)
     if swiglu:
         return {"tile_n": 128 if rows <= 2048 else 256, "cluster": 1}
 
     def cost(tile_n: int) -> int:
-        return -(-(-(-rows // 128) * -(-n // tile_n)) // MULTIPROCESSORS) * (tile_n + 8)
+        return -(-(-(-rows // 128) * -(-n // tile_n)) // MULTIPROCESSORS) * TILE_COST[tile_n]
 
-    return {"tile_n": min((64, 96, 128, 192, 256), key=cost), "cluster": 1}
+    return {"tile_n": min(TILE_COST, key=cost), "cluster": 1}
 
 
 def _body(spec: LinearSpec, plan: Plan, **more: bool) -> Any:
@@ -130,10 +134,12 @@ def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict
     """Kernel and options for up to UNPACK_ROWS rows of x and a packed weight."""
     n, k, weight = spec.out_features, spec.in_features, spec.weight
     if rows <= 8 or weight.group_size != 32:
-        columns = 8 if rows <= 8 else 16
-        if weight.bits == 4 and weight.minimum != "stored" and columns == 8 and k >= 2048:
+        columns, heavy = 8 if rows <= 8 else 16, weight.minimum == "stored" and weight.scale_dtype == "float32"
+        if k < 2048:
+            return "gemm_rows_quant", {"columns": columns, "warps": 4, "unroll": 2}
+        if columns == 8 and not heavy and (n <= 8192 or weight.group_size == 16):
             return "gemm_rows_quant", {"columns": 8, "warps": 16, "unroll": 2, "ahead": 1}
-        return "gemm_rows_quant", {"columns": columns, "warps": 8 if k >= 1024 else 4, "unroll": 2}
+        return "gemm_rows_quant", {"columns": columns, "warps": 8, "unroll": 4 if heavy and n <= 8192 else 2}
     strips = 2 if n >= 8192 else 1
     blocks = -(-n // (128 * strips))
     split = max(1, min(8, FILL_QUANTIZED // blocks, k // 64 // 4)) if hopper else 1

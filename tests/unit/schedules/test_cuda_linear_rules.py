@@ -44,6 +44,8 @@ def test_tiles_follow_waves():
     assert many_tiling(4096, 1024, False)["tile_n"] == 256      # 128 tiles: one wave
     assert many_tiling(4096, 512, False)["tile_n"] == 128       # again 128 tiles
     assert many_tiling(6144, 1024, False)["tile_n"] == 192      # 256 tiles: two waves
+    assert many_tiling(2048, 512, False)["tile_n"] == 64        # 128 tiles where wider ones leave the chip half empty
+    assert many_tiling(3584, 2048, False)["tile_n"] == 256      # narrow tiles fit better but each costs more
 
 
 def test_older_architectures_use_mma_kernels_only():
