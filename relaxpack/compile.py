@@ -28,7 +28,7 @@ from relaxpack.dist.integrity import canonical_json, sha256_bytes
 from relaxpack.dist.key import artifact_key
 from relaxpack.dist.manifest import Manifest, TargetEntry, WeightsSummary
 from relaxpack.dist.writer import check_destination
-from relaxpack.errors import CompileError, EnvironmentProblem, UsageError
+from relaxpack.errors import CompileError, EnvironmentProblem, RelaxpackError, UsageError
 from relaxpack.kernel_spec import KernelProvider
 from relaxpack.lowering import Lowered, lower_model
 from relaxpack.model_info import ModelInfo
@@ -99,6 +99,7 @@ class BuildReport:
     phases: list[dict[str, Any]] = field(default_factory=list)
     passes: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    can_chat: bool = True        # there is a chat template, and it renders a message
 
     def kernel_text(self) -> str:
         counts = self.manifest.targets[0].kernels
@@ -169,6 +170,10 @@ def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec
     report = BuildReport(output, manifest, seconds, manifest.members[f"lib/{library.name}"].bytes, params_bytes,
                          lowered.explanation["phases"], lowered.explanation["passes"],
                          list(checkpoint.audit.warnings))
+    if (problem := _chat_problem(checkpoint)) is not None:
+        report.can_chat = False
+        if not any("no chat template" in warning for warning in report.warnings):
+            report.warnings.append(problem)
     if canaries is None:
         report.warnings.append(f"target {spec.name} cannot run here, so the bundle has no canaries")
     return report
@@ -301,6 +306,21 @@ def _write_text_members(writer: BundleWriter, checkpoint: Checkpoint, lowered: L
         kind: [{k: v for k, v in p.items() if k != "seconds"} for p in lowered.explanation[kind]]
         for kind in ("phases", "passes")}}
     writer.add_bytes("explain.json", canonical_json(explanation))
+
+
+def _chat_problem(checkpoint: Checkpoint) -> str | None:
+    """Why nobody can chat with this model, if so: no template, or one that does not render the simplest chat."""
+    from relaxpack.runtime.chat_template import ChatTemplate
+    from relaxpack.runtime.tokenizer import TextInfo, Tokenizer
+
+    assets = checkpoint.assets
+    text = TextInfo(assets.chat_template, assets.named_templates, assets.bos_token, assets.eos_token,
+                    special_tokens=assets.special_tokens)
+    try:
+        ChatTemplate(Tokenizer(assets.files["tokenizer.json"].decode(), text)).encode([{"role": "user", "content": "Hi"}])
+    except RelaxpackError as error:
+        return str(error)
+    return None
 
 
 def _record_canaries(writer: BundleWriter, entry: TargetEntry, library: Path, info: ModelInfo,

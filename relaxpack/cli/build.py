@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 import threading
@@ -124,3 +125,6 @@ def _print_summary(report: Any) -> None:
         table.add_row(stage, f"{seconds:.1f}", what.get(stage, ""))
     table.add_row("total", f"{sum(report.seconds.values()):.1f}", "", style="bold")
     console.print(table)
+    path = shlex.quote(str(report.path))
+    next_step = f"relaxpack chat {path}" if report.can_chat else f"relaxpack generate {path} --raw \"Once upon a time\""
+    console.print(f"Next: {next_step}", highlight=False, markup=False, soft_wrap=True)

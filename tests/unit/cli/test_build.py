@@ -11,6 +11,7 @@ import pytest
 import relaxpack.cli as cli
 import relaxpack.compile
 from relaxpack.errors import CompileError
+from relaxpack.relax_models.checkpoint import open_checkpoint
 from tests.helpers.tiny_checkpoints import write_checkpoint
 
 
@@ -62,3 +63,12 @@ def test_no_linker_is_said_before_any_work(checkpoint: Path, tmp_path: Path, mon
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert cli.run(["build", str(checkpoint), "-o", str(tmp_path / "x.bundle")]) == 6
     assert "no no-such-compiler" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("template, problem", [
+    (None, "no chat template"), ("{% for x in %}", "not valid Jinja"), ("{{ undefined_thing(3) }}", "'undefined_thing'"),
+    ("{{ messages[0]['content'] }}", None)])
+def test_a_template_that_nobody_can_chat_with_is_said_at_build(tmp_path: Path, template: str | None,
+                                                               problem: str | None) -> None:
+    found = relaxpack.compile._chat_problem(open_checkpoint(write_checkpoint(tmp_path, chat_template=template)))
+    assert (found is None) if problem is None else (found is not None and problem in found)
