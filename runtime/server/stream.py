@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from relaxpack.runtime.async_engine import Piece, RequestStream
 from relaxpack.runtime.server.answers import Head, Json, Output, usage
@@ -76,16 +76,7 @@ class GenerationResponse(Response):
             await self._send_events(pieces, send, gone)
 
     async def _send_events(self, pieces: AsyncIterator[tuple[int, Piece]], send: Send, gone: Callable[[], bool]) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
-                   (b"x-accel-buffering", b"no")]
-        first = asyncio.ensure_future(_next(pieces))
-        started = False
-        while not (await asyncio.wait([first], timeout=KEEP_ALIVE_SECONDS))[0]:
-            if not started:
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                started = True
-            await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
-        index, piece = first.result()
+        started, (index, piece) = await self._first(pieces, send)
         if gone():
             return
         error = self._error(piece)
@@ -93,21 +84,17 @@ class GenerationResponse(Response):
             await response_to(error)({"type": "http"}, _never, send)
             return
         if not started:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-        opening = [choice for output in self._outputs for choice in output.begin()]
-        body = self._events(opening)
+            await send(_start())
+        body = self._events([choice for output in self._outputs for choice in output.begin()])
         while True:
-            if gone():
-                return
             error = self._error(piece)
             if error is not None:
-                content = error_body(error.status, str(error), error.param, error.code)
-                body += b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
-                await send({"type": "http.response.body", "body": body + _DONE, "more_body": False})
+                content = json.dumps(error_body(error.status, str(error), error.param, error.code), ensure_ascii=False)
+                await send(_body(body + f"data: {content}\n\n".encode() + _DONE, more=False))
                 return
             body += self._events(self._take(index, piece))
             if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send(_body(body))
                 # Neither sending nor reading suspends while there is room and there are pieces, but others want their turn,
                 # and that the client has left is only learnt by giving up ours.
                 await asyncio.sleep(0)
@@ -116,9 +103,27 @@ class GenerationResponse(Response):
                 index, piece = await anext(pieces)
             except StopAsyncIteration:
                 break
+            if gone():
+                return
         if self._job.include_usage:
             body = _event({**self._head.body([]), "usage": usage(self._job, self._tokens)})
-        await send({"type": "http.response.body", "body": body + _DONE, "more_body": False})
+        await send(_body(body + _DONE, more=False))
+
+    async def _first(self, pieces: AsyncIterator[tuple[int, Piece]], send: Send) -> tuple[bool, tuple[int, Piece]]:
+        """The first piece, and whether headers and comments had to be sent while waiting for it."""
+        first = asyncio.ensure_future(_next(pieces))
+        started = False
+        try:
+            while not (await asyncio.wait([first], timeout=KEEP_ALIVE_SECONDS))[0]:
+                if not started:
+                    await send(_start())
+                    started = True
+                await send(_body(b": waiting\n\n"))
+        except BaseException:       # the generator must stand still before it can be closed
+            first.cancel()
+            await asyncio.wait([first])
+            raise
+        return started, first.result()
 
     def _events(self, choices: Sequence[Json]) -> bytes:
         extra: Json = {"usage": None} if self._job.include_usage else {}
@@ -137,6 +142,16 @@ class GenerationResponse(Response):
             return ApiError(503, "the server is shutting down: try again later", code="unavailable",
                             headers={"Retry-After": "5"})
         return ApiError(499, "the request was cancelled", code="cancelled")
+
+
+def _start() -> Message:
+    return {"type": "http.response.start", "status": 200, "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
+        (b"x-accel-buffering", b"no")]}
+
+
+def _body(content: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": more}
 
 
 def _event(chunk: Json) -> bytes:
