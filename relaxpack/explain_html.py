@@ -32,7 +32,7 @@ color:var(--soft);font-weight:500;box-shadow:inset 0 -1px var(--line)}th,td{padd
 td{border-top:1px solid var(--line)}tr:first-child td{border-top:0}.n{text-align:right;font-variant-numeric:tabular-nums}
 .key{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px}
 .legend span{margin-right:16px;white-space:nowrap;font-size:13px;color:var(--soft)}
-.wrap td{white-space:normal;overflow-wrap:anywhere}
+.wrap td{white-space:normal;overflow-wrap:anywhere}.wrap td:nth-child(4){white-space:nowrap}
 svg{display:block;width:100%;background:var(--card);border:1px solid var(--line);border-radius:8px}
 svg text{fill:var(--soft);font:11px system-ui,sans-serif}details{margin:10px 0}summary{cursor:pointer;color:var(--accent)}
 .down{color:var(--c2)}.up{color:var(--c1)}
