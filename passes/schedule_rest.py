@@ -1,7 +1,7 @@
 """ScheduleRest: PrimFuncs that no kernel of the provider covers are scheduled by a given rule, and counted.
 
-Each such function gets the attribute `relaxpack.source`: "dlight" where the rule answered, "fallback" where it did not.
-On the CPU there is no rule: TVM's plain loops run, which is right for the few elementwise leftovers.
+Each such function gets the attribute `relaxpack.source`: what the rule wrote there or "dlight" where it answered, and
+"fallback" where it did not: then TVM's plain loops run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def ScheduleRest(rule: Callable[[Any], Any] | None) -> Any:
         for gv, func in mod.functions_items():
             if isinstance(func, tvm.tirx.PrimFunc) and not (func.attrs or {}).get("tirx.is_scheduled", False):
                 scheduled = rule(func) if rule is not None else None
-                source = "fallback" if scheduled is None else "dlight"
-                func = (scheduled if scheduled is not None else func).with_attr(SOURCE, source)
+                source = "fallback" if scheduled is None else (scheduled.attrs or {}).get(SOURCE, "dlight")
+                func = (scheduled if scheduled is not None else func).with_attr(SOURCE, str(source))
             functions[gv] = func
         return tvm.IRModule(functions, attrs=mod.attrs)
 

@@ -26,7 +26,7 @@ from relaxpack.recipe import FromCheckpoint, Recipe
 from relaxpack.relax_models.config import ModelConfig
 from relaxpack.relax_models.export import BuildLimits, export_model
 from relaxpack.schedules.cuda_compile import compile_module
-from relaxpack.schedules.rest import dlight_fallback
+from relaxpack.schedules.rest import rest_rule
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import WeightFormat
 
@@ -95,7 +95,7 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         (dump / "0_export.py").write_text(mod.script(show_meta=False))
-    rule = dlight_fallback(target) if target.kind == "cuda" else None
+    rule = rest_rule(target)
     try:
         final = run_phases(mod, target.to_tvm(), phases(provider, attention, formats, pipeline, rule), observe,
                            lambda record: passes.append(asdict(record)))

@@ -146,11 +146,11 @@ def replay(path: Path) -> str:
 def _pass(inputs: Inputs, phase: str, index: int, name: str) -> Any:
     from relaxpack.compile import kernel_provider
     from relaxpack.lowering import attention_spec
-    from relaxpack.schedules.rest import dlight_fallback
+    from relaxpack.schedules.rest import rest_rule
 
-    rule = dlight_fallback(inputs.target) if inputs.target.kind == "cuda" else None
     attention = attention_spec(inputs.config, inputs.limits, inputs.activation_dtype, inputs.kv_dtype)
     formats = {tensor: FORMATS[fmt] for tensor, fmt in inputs.formats.items()}
+    rule = rest_rule(inputs.target)
     passes = dict(phases(kernel_provider(inputs.target), attention, formats, inputs.pipeline, rule)).get(phase, [])
     if index >= len(passes) or str(passes[index].info.name) != name:
         raise UsageError(f"the pipeline of this relaxpack has no pass {name} at place {index} of phase {phase!r}")
