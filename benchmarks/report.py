@@ -39,8 +39,8 @@ def cpu() -> list[str]:
     rows = [[key.replace("_", " "), *(f"{values[s]:.0f}" for s in systems),
              f"{values['ratio_to_llama.cpp']:.2f}x"] for key, values in data["median"].items()]
     return ["## CPU: SmolLM2-135M-Instruct, the same Q4_1 GGUF", "",
-            f"{env['cpu']}, {env['threads']} threads, {env['date']}; tokens per second, median of {len(data['rounds'])} rounds in turn. "
-            f"`benchmarks/cpu_peers.py`, results/{name}.", "",
+            f"{env['cpu']}, {env['threads']} threads, {env['date']}; tokens per second, median of {len(data['rounds'])} "
+            f"rounds in turn. `benchmarks/cpu_peers.py`, results/{name}.", "",
             *table(["", *systems, "relaxpack / llama.cpp"], rows)]
 
 
@@ -65,7 +65,8 @@ def gpu(model: str) -> list[str]:
             f"Random weights in the published shapes. Whole engine, Python included, greedy; results/{name}"
             + (f", vLLM in the same lease: results/{peer[0]}" if peer else "") + ".", "",
             *table(["prompt", "batch", "tok/s", "vLLM tok/s", "ratio", "TTFT ms", "vLLM TTFT ms"], rows),
-            f"One decode step on the device against its floor (weights and KV over {data['read_GBps']} GB/s measured read):", "",
+            "One decode step on the device against its floor (weights and KV over "
+            f"{data['read_GBps']} GB/s measured read):", "",
             *table(["context", "batch", "ms", "floor ms", "share"], steps),
             "Prefill of one prompt:", "", *table(["tokens", "ms", "TFLOP/s"], prefill),
             "Relative error of logits against float32 math on the same weights: "
