@@ -89,6 +89,8 @@ class TerminalChat:
             self._out.write("\n")
             self._out.flush()
             if cancelled():
+                if not self._interactive:
+                    raise KeyboardInterrupt      # nobody is there to go on
                 self._say("[dim](stopped)[/dim]")
 
     def _read_message(self) -> str:

@@ -98,10 +98,15 @@ def test_a_script_gets_errors_raised(chat):
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(chat):
     before = signal.getsignal(signal.SIGINT)
-    conversation, out, talk = chat("wait", "one")
-    assert out == "wait, wait...\none, one\n" and "(stopped)" in talk
+    conversation, out, talk = chat("wait", "one", interactive=True)
+    assert out == "wait, wait...\none, one\n\n" and "(stopped)" in talk
     assert conversation.messages[1]["content"] == "wait, wait..."
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_ends_a_script(chat):
+    with pytest.raises(KeyboardInterrupt):
+        chat("wait", "one")
 
 
 def test_ctrl_c_at_the_prompt_says_how_to_leave(chat):
