@@ -129,7 +129,7 @@ def test_a_conversation_by_keyboard_and_click(page):
     page.wait(lambda: page.text(".answer") == "You said: by click" and not page.busy)
     assert [node.text for node in page.all(".user .body")] == ["hello", "by click"]
     facts = page.text(".facts")
-    assert "tokens/s" in facts and "prompt tokens cached" in facts and "first after" in facts
+    assert "tokens/s" in facts and "prompt tokens cached" in facts and "first in" in facts
     assert not facts.startswith("0 ") and " · 0 of" not in facts      # the second turn found the first in the cache
 
 
@@ -185,7 +185,7 @@ def test_settings_reach_the_server_and_are_kept(page):
     page.find("#set-max_tokens").send_keys("3")
     page.find("#save-settings").click()
     page.ask("again")
-    assert page.text(".facts").startswith("3 tokens") and "cut off at the limit" in page.text(".facts")
+    assert page.text(".facts").startswith("3 tokens") and "cut off" in page.text(".facts")
     page.driver.refresh()
     page.wait(lambda: len(page.all(".answer")) == 2)
     page.find("#open-settings").click()

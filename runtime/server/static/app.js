@@ -197,9 +197,9 @@ function facts({ usage, firstSeconds, decodeSeconds, finish }) {
   const { prompt_tokens: prompt, completion_tokens: output } = usage, cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
   const parts = [`${output} ${output === 1 ? "token" : "tokens"}`];
   if (decodeSeconds > 0 && output > 1) parts.push(`${((output - 1) / decodeSeconds).toFixed(1)} tokens/s`);
-  if (firstSeconds !== null) parts.push(`first after ${firstSeconds.toFixed(2)} s`);
+  if (firstSeconds !== null) parts.push(`first in ${firstSeconds.toFixed(2)} s`);
   parts.push(`${cached} of ${prompt} prompt tokens cached`);
-  if (finish === "length") parts.push("cut off at the limit");
+  if (finish === "length") parts.push("cut off");
   return parts.join(" · ");
 }
 
