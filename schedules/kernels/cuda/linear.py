@@ -130,7 +130,7 @@ def _kernel(spec: LinearSpec, family: str, body: Any, **launch: Any) -> Kernel:
     return Kernel((Stage(func, name, ("x", "weight", *_extras(spec)), ("y",)),), f"rule:cuda.{source}")
 
 
-def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict[str, int]]:
+def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict[str, Any]]:
     """Kernel and options for up to UNPACK_ROWS rows of x and a packed weight."""
     n, k, weight = spec.out_features, spec.in_features, spec.weight
     if rows <= 8 or weight.group_size != 32:
