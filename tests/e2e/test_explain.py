@@ -101,3 +101,24 @@ def test_in_a_browser(document: dict[str, Any], tmp_path: Path, dark: bool) -> N
         assert len(heights) >= 4 and min(heights) > 20
         rows = browser.execute_script("return document.querySelectorAll('details')[0].querySelectorAll('tbody tr').length")
         assert rows == document["step"]["launches"]
+
+
+def test_diff_of_two_levels(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from relaxpack.compile import BuildOptions, build_bundle
+    from tests.helpers.tiny_checkpoints import write_checkpoint
+
+    write_checkpoint(tmp_path / "checkpoint")
+    build_bundle(tmp_path / "checkpoint", tmp_path / "o0.bundle",
+                 options=BuildOptions(max_context=128, max_batch=4, prefill_chunk=32, level=0))
+    assert run(["verify", str(tmp_path / "o0.bundle")]) == 0
+    capsys.readouterr()
+    assert run(["diff", str(tiny_bundle), str(tmp_path / "o0.bundle"), "--json"]) == 1
+    step = json.loads(capsys.readouterr().out)["step"]
+    best, plain = step["facts"]["decode step: launches"]
+    assert best == 19 and plain > 30
+    assert step["facts"]["memory: intermediates"][1] == 0            # allocated as needed
+    assert "CombineParallelMatmul" in step["facts"]["passes left out"][1] and step["facts"]["passes left out"][0] == "none"
+    assert any("swiglu" in name and calls == [2, 0] for name, calls in step["kernels"].items())
+    assert run(["diff", str(tiny_bundle), str(tmp_path / "o0.bundle")]) == 1
+    text = capsys.readouterr().out
+    assert "Kernels of a decode step that differ" in text and "prefill of 32 tokens: flops" in text
