@@ -20,12 +20,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.helpers import attention_device as dev
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tests.helpers import attention_device as dev
 from tests.helpers import sampling_case
 
 TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}      # of ‖out - ref‖ / ‖ref‖: rounding of P and of the output
@@ -103,11 +102,11 @@ def check_rope(lib: dev.Library) -> None:
             turned = torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., rot:]], -1)
             slots = buffers["slots"].long()
             written = pages[1, slots // size, :, :, slots % size]                       # [t, 2, KV, D]
-            pairs = [(buffers["q"].reshape(t, heads, dim), turned[:, :heads]), (written[:, 0], turned[:, heads:heads + kv_heads]),
-                     (written[:, 1], x[:, heads + kv_heads:])]
+            pairs = [(buffers["q"].reshape(t, heads, dim), turned[:, :heads]),
+                     (written[:, 0], turned[:, heads:heads + kv_heads]), (written[:, 1], x[:, heads + kv_heads:])]
             for got, want in pairs:
                 worst = max(worst, dev.relative_error(got.reshape(t, -1), want.reshape(t, -1)))
-            live = torch.zeros(pages.shape[1:2] + (size,), dtype=torch.bool, device=dev.DEVICE)
+            live = torch.zeros((*pages.shape[1:2], size), dtype=torch.bool, device=dev.DEVICE)
             live[slots // size, slots % size] = True
             rest = pages[1].permute(0, 3, 1, 2, 4)[~live]
             require(bool(rest.isnan().all()) and bool(pages[0].isnan().all()), f"{name} t={t}: wrote outside its slots")
@@ -246,7 +245,8 @@ def sanitize(lib: dev.Library) -> None:
     for name in ("rope.norm", "rope.f16"):
         lib.prepare(name, rope_buffers(lib.spec(name), 5))()
     logits = torch.randn((4, 5003), device=dev.DEVICE) * 3
-    rows: list[dict[str, Any]] = [dict(temperature=0), {}, dict(top_k=40, top_p=0.9, counts_row=1), dict(top_p=0.95, temperature=9.0)]
+    rows: list[dict[str, Any]] = [dict(temperature=0), {}, dict(top_k=40, top_p=0.9, counts_row=1),
+                                  dict(top_p=0.95, temperature=9.0)]
     lib.prepare("sample.5003c", sampling_buffers(5003, rows, logits, True))()
     torch.cuda.synchronize()
 
@@ -329,7 +329,8 @@ def time_rope(lib: dev.Library, ceiling: float) -> None:
         calls = [lib.prepare("rope.8b", rope_buffers(spec, t, i, layers=2)) for i in range(sets)]
         seconds = dev.graph_time(calls)
         moved = t * ((spec["num_heads"] + 2 * spec["num_kv_heads"]) * spec["head_dim"] * 4 + spec["rotary_dim"] * 4)
-        record("rope", "rope.8b", f"{t} tokens", us=seconds * 1e6, GBps=moved / seconds / 1e9, share=moved / seconds / ceiling)
+        record("rope", "rope.8b", f"{t} tokens", us=seconds * 1e6, GBps=moved / seconds / 1e9,
+               share=moved / seconds / ceiling)
 
 
 def time_sampling(lib: dev.Library) -> None:
@@ -361,7 +362,8 @@ def main() -> int:
              "check_decode": lambda: check_attention(lib, "decode", ""),
              "check_mma": lambda: check_attention(lib, "prefill", "mma"),
              "check_hopper": lambda: check_attention(lib, "prefill", "hopper"),
-             "sanitize": lambda: sanitize(lib), "decode": lambda: time_decode(lib, ceiling, args.quick), "prefill": lambda: time_prefill(lib, args.quick),
+             "sanitize": lambda: sanitize(lib), "decode": lambda: time_decode(lib, ceiling, args.quick),
+             "prefill": lambda: time_prefill(lib, args.quick),
              "rope": lambda: time_rope(lib, ceiling), "sample": lambda: time_sampling(lib)}
     for part in parts:
         try:
@@ -375,7 +377,8 @@ def main() -> int:
     result = {"device": torch.cuda.get_device_name(), "read_bandwidth": ceiling, "torch": torch.__version__,
               "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "rows": ROWS, "failures": FAILURES}
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"attention-{'all' if len(parts) == len(PARTS) else '-'.join(parts)}.json").write_text(json.dumps(result, indent=1) + "\n")
+    label = "all" if len(parts) == len(PARTS) else "-".join(parts)
+    (args.out / f"attention-{label}.json").write_text(json.dumps(result, indent=1) + "\n")
     print("FAILURES:" if FAILURES else "all checks passed", *FAILURES, sep="\n")
     return 1 if FAILURES else 0
 

@@ -10,8 +10,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import relaxpack.tvm_setup as tvm_setup
 import torch
+
+import relaxpack.tvm_setup as tvm_setup
 import tvm
 import tvm_ffi
 

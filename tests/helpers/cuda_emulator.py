@@ -46,7 +46,7 @@ RULES: list[tuple[str, Any]] = [
     (r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", lambda o, i, m: f"{o[0]} = emu::movmatrix({i[0]});"),
     (r"\{ \.reg \.pred ps0; setp\.ne\.b32 ps0, %\d+, 0; wgmma\.mma_async\S+", lambda o, i, m: _wgmma(o, i, m)),
     (r"wgmma\.(fence|commit_group|wait_group)\.\S+", lambda o, i, m: ""),
-    (r"(setmaxnreg|fence\.proxy)\.\S+", lambda o, i, m: ""),
+    (r"(setmaxnreg|fence\.proxy|griddepcontrol)\.\S+", lambda o, i, m: ""),
     (r"bar\.sync", lambda o, i, m: f"emu::named_sync({i[0]}, {i[1]});"),
     (r"bar\.arrive", lambda o, i, m: f"emu::named_arrive({i[0]}, {i[1]});"),
     (r"mbarrier\.init\.\S+", lambda o, i, m: f"emu::mbarrier_init({i[0]}, {i[1]});"),

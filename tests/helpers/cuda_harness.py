@@ -6,66 +6,21 @@ It is for kernel tests and benchmarks only; bundles are built by `relaxpack buil
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import glob
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
-
-DRIVER_SYMBOL = re.compile(r"\bcu[A-Z]\w+")
-
-
-def _cudart() -> Path | None:
-    roots = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
-    found = [Path(r, "lib64", "libcudart.so.13") for r in roots if r]
-    for entry in sys.path:
-        found += [Path(p) for p in glob.glob(os.path.join(entry, "nvidia", "*", "lib", "libcudart.so.13"))]
-    return next((p for p in found if p.exists()), None)
-
-
-def have_compiler() -> bool:
-    return shutil.which("nvcc") is not None and _cudart() is not None
-
-
-def ensure_driver() -> None:
-    """Without libcuda.so.1 TVM embeds source text instead of machine code; a stub library that answers "no device"
-    lets its CUDA code generator register. Call before the first `import tvm`."""
-    os.environ.setdefault("TVM_CUDA_COMPILE_MODE", "nvcc")
-    try:
-        ctypes.CDLL("libcuda.so.1")
-        return
-    except OSError:
-        pass
-    if "tvm" in sys.modules:
-        return                                      # too late; relaxpack's own preparation may have run
-    spec = importlib.util.find_spec("tvm")
-    assert spec is not None and spec.origin is not None
-    library = Path(spec.origin).parent / "lib" / "libtvm_runtime_cuda.so"
-    text = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
-    symbols = sorted({m.group() for m in DRIVER_SYMBOL.finditer(text.stdout)})
-    folder = Path(tempfile.mkdtemp(prefix="cuda_stub"))
-    source = "".join(f"int {s}() {{ return 100; }}\n" for s in symbols)   # CUDA_ERROR_NO_DEVICE
-    (folder / "stub.c").write_text(source)
-    subprocess.check_call(["gcc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "stub.c",
-                           "-Wl,-soname,libcuda.so.1"])
-    ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
-    if (cudart := _cudart()) is not None:           # else only source can be generated
-        ctypes.CDLL(str(cudart), mode=ctypes.RTLD_GLOBAL)
-
-
-ensure_driver()
-
-import tvm  # noqa: E402
+import tvm
+from relaxpack.errors import EnvironmentProblem
+from relaxpack.schedules.cuda_compile import compile_module, device_modules, prepare_cuda_compiler
+from relaxpack.target import TargetSpec
 
 
 @dataclass(frozen=True)
@@ -80,34 +35,39 @@ class Resources:
     shared: int                   # static only
 
 
-def target(arch: str) -> Any:
-    return tvm.target.Target({"kind": "cuda", "arch": arch, "host": {"kind": "llvm"}})
+def have_compiler() -> bool:
+    return shutil.which("nvcc") is not None
+
+
+@functools.cache
+def can_generate() -> bool:
+    """Whether TVM can generate CUDA code here (a driver or the CUDA runtime library is there)."""
+    try:
+        prepare_cuda_compiler()
+    except EnvironmentProblem:
+        return False
+    return True
 
 
 def lower(funcs: dict[str, Any], arch: str) -> Any:
     """PrimFuncs by name → executable whose functions carry these names."""
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in funcs.items()})
-    with target(arch):
-        return tvm.compile(module, target(arch), tir_pipeline="tirx")
+    return compile_module(module, TargetSpec("cuda", arch))
 
 
-@functools.lru_cache(maxsize=None)
-def _original_compiler() -> Any:
-    return tvm.get_global_func("tvm_callback_cuda_compile")
+def cuda_source(executable: Any) -> str:
+    (module,) = device_modules(executable)
+    return module.inspect_source()
 
 
 def generate_source(funcs: dict[str, Any], arch: str) -> str:
     """The CUDA C++ that TVM generates, without running nvcc on it."""
-    original = _original_compiler()
+    original = tvm.get_global_func("tvm_callback_cuda_compile")
     tvm.register_global_func("tvm_callback_cuda_compile", lambda *args: b"not compiled", override=True)
     try:
         return cuda_source(lower(funcs, arch))
     finally:
         tvm.register_global_func("tvm_callback_cuda_compile", original, override=True)
-
-
-def cuda_source(executable: Any) -> str:
-    return executable.mod.imports[0].inspect_source()
 
 
 def resources(source_text: Any, arch: str) -> list[Resources]:
@@ -117,7 +77,7 @@ def resources(source_text: Any, arch: str) -> list[Resources]:
         source = Path(folder, "kernel.cu")
         source.write_text(text)
         out = subprocess.run(["nvcc", "-cubin", f"-arch={arch}", "-O3", "--use_fast_math", "-Xptxas",
-                              "-v,--register-usage-level=10", "-o",
+                              "-v,--register-usage-level=10", "-o",                             # as TVM does
                               os.path.join(folder, "kernel.cubin"), source], capture_output=True, text=True, check=True)
     assert "wgmma" not in out.stderr.split("ptxas info", 1)[-1], out.stderr      # ptxas serialises on misuse
     found = []

@@ -7,7 +7,8 @@ merged by stage two.
 
 All query heads of a KV head are computed together on tensor cores with the operands swapped (keys are the rows:
 S' = K Q', O' = V' P'), so each key and value is read once. Each warp runs its own cp.async ring over its part of the
-tile and meets the others only where a (sequence, head) ends. The floor is the bytes of the keys and values over the read bandwidth.
+tile and meets the others only where a (sequence, head) ends. The floor is the bytes of the keys and values over the
+read bandwidth.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, Stage
 from relaxpack.schedules.kernels.cuda.fragments import (
+    AWAIT,
     COMMIT,
     COPY16,
     EXP2,
@@ -27,9 +29,11 @@ from relaxpack.schedules.kernels.cuda.fragments import (
     LDMATRIX_T,
     LOG2_E,
     NEG_BIG,
+    RELEASE,
     SHORT,
     WAIT,
     check_dtypes,
+    early_launch,
     finish,
     mma,
     pack,
@@ -107,7 +111,7 @@ def _place(spec: AttentionSpec, tile_keys: int) -> tuple[Any, Any, Any]:
     return first, last, lambda length: last(length) - first(length)
 
 
-def _split(spec: AttentionSpec, tuning: DecodeTuning) -> Any:
+def _split(spec: AttentionSpec, tuning: DecodeTuning, early: bool) -> Any:
     D, H, KV, PS, MP, L = (spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.page_size, spec.max_pages,
                            spec.num_layers)
     G, WARPS, STAGES, BLOCKS, MT = H // KV, tuning.warps, tuning.stages, tuning.blocks, tuning.key_tiles
@@ -123,7 +127,7 @@ def _split(spec: AttentionSpec, tuning: DecodeTuning) -> Any:
     # Page ids are fetched a tile ahead where every copy instruction of a warp stays within one page.
     pass_rows = [(32 * i // CHUNKS, (32 * i + 31) // CHUNKS) for i in range(PASSES)]
     AHEAD = (PS % KEYS == 0 or KEYS % PS == 0) and all(a // PS == b // PS for a, b in pass_rows)
-    PAGES = max(1, KEYS // PS) if AHEAD else 1
+    PAGES = max(1, KEYS // PS) if AHEAD else PASSES
     SLOT = 2 * KEYS * ROW_CHUNKS * 4                                 # f32 words of a warp's part of a stage
     MS = D + 4 if COLS * (D + 4) <= SLOT else D                      # row stride there when outputs are merged
     first_tile, last_tile, tiles = _place(spec, TILE_KEYS)
@@ -133,6 +137,8 @@ def _split(spec: AttentionSpec, tuning: DecodeTuning) -> Any:
         return row * ROW_CHUNKS + (column ^ (row % 8) if SWIZZLE else column)
 
     def page_slot(i: Any) -> Any:
+        if not AHEAD:
+            return i
         return 32 * i // CHUNKS // PS if PAGES > 1 else 0
 
     @T.prim_func
@@ -241,15 +247,17 @@ def _split(spec: AttentionSpec, tuning: DecodeTuning) -> Any:
         def copy(into):
             # this warp's keys and values of tile `load_at` → stage `into`; rows outside the range become zeros
             base = load_at[TILE] * TILE_KEYS + warp * KEYS
+            if not AHEAD:
+                for i in T.unroll(PASSES):
+                    r = T.meta_var((lane + 32 * i) // CHUNKS)
+                    page[i] = 0
+                    if T.And(base + r < load_at[LENGTH], base + r >= load_at[LENGTH] - WINDOW if WINDOWED else T.bool(True)):
+                        page[i] = page_table[load_at[ROW], (base + r) // PS]
             for i in T.unroll(PASSES):
                 r = T.meta_var((lane + 32 * i) // CHUNKS)
                 c = T.meta_var((lane + 32 * i) % CHUNKS)
                 live = T.meta_var(T.And(base + r < load_at[LENGTH],
                                         base + r >= load_at[LENGTH] - WINDOW if WINDOWED else T.bool(True)))
-                if not AHEAD:
-                    page[0] = 0
-                    if live:
-                        page[0] = page_table[load_at[ROW], (base + r) // PS]
                 bytes = T.meta_var(T.if_then_else(live, T.uint32(16), T.uint32(0)))
                 for j in T.unroll(2):
                     T.ptx[COPY16](ring.ptr_to([warp, into, j, chunk(r, c), 0]),
@@ -386,6 +394,9 @@ def _split(spec: AttentionSpec, tuning: DecodeTuning) -> Any:
             T.cuda.cta_sync()
             segment = 1
 
+        if early:
+            T.ptx[AWAIT]()
+            T.ptx[RELEASE]()
         # find this block's share of the work
         work = 0
         base = 0
@@ -475,7 +486,7 @@ def _split(spec: AttentionSpec, tuning: DecodeTuning) -> Any:
     return decode_split
 
 
-def _merge(spec: AttentionSpec, tuning: DecodeTuning) -> Any:
+def _merge(spec: AttentionSpec, tuning: DecodeTuning, early: bool) -> Any:
     D, H, KV, BLOCKS = spec.head_dim, spec.num_heads, spec.num_kv_heads, tuning.blocks
     G, WARPS, DEPTH = H // KV, MERGE_WARPS, MERGE_DEPTH
     THREADS, PER_LANE = WARPS * 32, -(-D // 32)
@@ -509,6 +520,9 @@ def _merge(spec: AttentionSpec, tuning: DecodeTuning) -> Any:
         j: T.int32
         slot: T.int32
 
+        if early:
+            T.ptx[AWAIT]()
+            T.ptx[RELEASE]()
         T.ptx["ld.global.nc.v4.b32"](cut[0], cut[1], cut[2], cut[3], cuts.ptr_to([bx, 0]))
         if cut[3] > 0:
             top = T.float32(NEG_BIG)
@@ -580,10 +594,11 @@ def decode_attention(spec: AttentionSpec, arch: str = "sm_90a", tuning: DecodeTu
     group = spec.num_heads // spec.num_kv_heads
     name = (f"decode_attention_{SHORT[spec.kv_dtype]}_h{spec.num_heads}x{spec.num_kv_heads}_d{spec.head_dim}"
             f"_p{spec.page_size}x{spec.max_pages}" + (f"_w{spec.window}" if spec.window else ""))
-    split = Stage(finish(_split(spec, tuning)), name + "_split",
+    early = early_launch(arch)
+    split = Stage(finish(_split(spec, tuning, early), early), name + "_split",
                   inputs=("q", "layer", "pages", "page_table", "lengths"), outputs=("y", "partial", "stats", "cuts"))
-    merge = Stage(finish(_merge(spec, tuning)), name + "_merge", inputs=("partial", "stats", "cuts", "y"), outputs=(),
-                  inplace=("y",))
+    merge = Stage(finish(_merge(spec, tuning, early), early, "xy"), name + "_merge",
+                  inputs=("partial", "stats", "cuts", "y"), outputs=(), inplace=("y",))
     temporaries: dict[str, Any] = {
         "partial": ((2 * tuning.blocks, group * spec.head_dim), "float32"),
         "stats": ((2 * tuning.blocks, 2, group), "float32"),

@@ -21,6 +21,8 @@ WAIT = "cp.async.wait_group"
 EXP2 = "ex2.approx.ftz.f32"
 LOG2_E = 1.4426950408889634
 FULL_MASK = 0xFFFFFFFF
+AWAIT = "griddepcontrol.wait"                    # until the kernels before this one are complete
+RELEASE = "griddepcontrol.launch_dependents"     # the next kernel may be launched, up to its own wait
 NEG_BIG = -1e30            # stands for -inf where inf - inf would give NaN
 
 _UNPACK_F16 = """
@@ -37,9 +39,21 @@ def check_dtypes(*dtypes: str) -> None:
                                "--dtype bfloat16")
 
 
-def finish(func: Any) -> Any:
-    """Mark a PrimFunc as scheduled and opaque, so that neither fusion nor a schedule rule touches it."""
-    return func.with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
+def early_launch(arch: str) -> bool:
+    """Whether kernels for this architecture may start while the kernel before them ends (programmatic dependent launch)."""
+    return arch in ("sm_90", "sm_90a", "sm_100a", "sm_120")
+
+
+def finish(func: Any, early: bool = False, grid: str = "x", shared: bool = True) -> Any:
+    """Mark a PrimFunc as scheduled and opaque, so that neither fusion nor a schedule rule touches it. With `early` it is
+    launched while the kernel before it still runs and must begin with AWAIT and RELEASE; `grid` names its block indices,
+    `shared` says whether it has dynamic shared memory."""
+    func = func.with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
+    if early:
+        func = func.with_attr("tirx.kernel_launch_params", [
+            *(f"blockIdx.{axis}" for axis in grid), "threadIdx.x", "tirx.use_programtic_dependent_launch",
+            *(["tirx.use_dyn_shared_memory"] if shared else [])])
+    return func
 
 
 def mma(dtype: str) -> str:

@@ -68,7 +68,7 @@ class CudaKernels:
             (Stage(norm(spec, name=name), name, inputs, outputs, overwrites=overwrites),), "rule:cuda.norm"))
 
     def rope_append(self, spec: AttentionSpec) -> Kernel:
-        return self._cached(("rope_append", spec), lambda: rope_append(spec))
+        return self._cached(("rope_append", spec), lambda: rope_append(spec, self.arch))
 
     def decode_attention(self, spec: AttentionSpec) -> Kernel:
         return self._cached(("decode_attention", spec), lambda: decode_attention(spec, self.arch))
@@ -77,7 +77,7 @@ class CudaKernels:
         return self._cached(("prefill_attention", spec), lambda: prefill_attention(spec, self.arch))
 
     def sample(self, spec: SamplingSpec) -> Kernel:
-        return self._cached(("sample", spec), lambda: sample(spec))
+        return self._cached(("sample", spec), lambda: sample(spec, self.arch))
 
     def _cached(self, key: Hashable, make: Callable[[], Kernel]) -> Kernel:
         if key not in self._kernels:

@@ -12,7 +12,18 @@ from typing import Any
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, Stage
-from relaxpack.schedules.kernels.cuda.fragments import SHORT, check_dtypes, finish, high, low, pack, shuffle_xor
+from relaxpack.schedules.kernels.cuda.fragments import (
+    AWAIT,
+    RELEASE,
+    SHORT,
+    check_dtypes,
+    early_launch,
+    finish,
+    high,
+    low,
+    pack,
+    shuffle_xor,
+)
 from tvm.script import tirx as T
 
 THREADS = 128
@@ -35,7 +46,7 @@ def lanes_per_head(head_dim: int, rotary_dim: int) -> int:
     return lanes
 
 
-def _function(spec: AttentionSpec) -> Any:
+def _function(spec: AttentionSpec, early: bool) -> Any:
     D, R, H, KV, PS = spec.head_dim, spec.rotary_dim, spec.num_heads, spec.num_kv_heads, spec.page_size
     V, LANES = chunk_width(D, R), lanes_per_head(D, R)
     W, HALF, HEADS = V // 2, R // 2, H + 2 * KV
@@ -81,6 +92,9 @@ def _function(spec: AttentionSpec) -> Any:
         head = T.Cast("int32", item % (HEADS * LANES)) // LANES
         pair = tx % LANES
         live = T.meta_var(T.And(row < t, pair < PAIRS))
+        if early:
+            T.ptx[AWAIT]()
+            T.ptx[RELEASE]()
         first = T.if_then_else(pair < ROTATED, pair * V, R + (pair - ROTATED) * V)
         second = T.if_then_else(pair < ROTATED, pair * V + HALF, R + (pair - ROTATED) * V + REST)
         for i in T.unroll(2 * W):
@@ -164,13 +178,14 @@ def _function(spec: AttentionSpec) -> Any:
     return rope_append
 
 
-def rope_append(spec: AttentionSpec) -> Kernel:
+def rope_append(spec: AttentionSpec, arch: str = "sm_90a") -> Kernel:
     """qkv I[t, (H+2KV)*D], rope_table, positions, slots, [q_norm, k_norm], layer → pages (in place), q I[t, H*D]."""
     check_dtypes(spec.activation_dtype, spec.kv_dtype)
     norms = ("q_norm", "k_norm") if spec.qk_norm_epsilon is not None else ()
     name = (f"rope_append_{SHORT[spec.activation_dtype]}_{SHORT[spec.kv_dtype]}_h{spec.num_heads}x{spec.num_kv_heads}"
             f"_d{spec.head_dim}r{spec.rotary_dim}_p{spec.page_size}{'_norm' if norms else ''}")
-    stage = Stage(finish(_function(spec)), name,
+    early = early_launch(arch)
+    stage = Stage(finish(_function(spec, early), early, shared=False), name,
                   inputs=("qkv", "rope_table", "positions", "slots", *norms, "layer", "pages"),
                   outputs=("q",), inplace=("pages",))
     return Kernel((stage,), source="rule:cuda.rope_append")

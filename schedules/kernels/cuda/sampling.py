@@ -18,7 +18,18 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.kernel_spec import SAMPLING_COUNTERS, SAMPLING_SETTINGS, Kernel, SamplingSpec, Stage
-from relaxpack.schedules.kernels.cuda.fragments import EXP2, FULL_MASK, LOG2_E, finish, shuffle, shuffle_up, shuffle_xor
+from relaxpack.schedules.kernels.cuda.fragments import (
+    AWAIT,
+    EXP2,
+    FULL_MASK,
+    LOG2_E,
+    RELEASE,
+    early_launch,
+    finish,
+    shuffle,
+    shuffle_up,
+    shuffle_xor,
+)
 from tvm.script import tirx as T
 
 SCAN_THREADS, SCAN_VECTORS = 256, 4          # 4096 logits a block in stage one
@@ -38,7 +49,7 @@ def scan_blocks(vocab_size: int) -> int:
     return -(-vocab_size // (SCAN_THREADS * SCAN_VECTORS * 4))
 
 
-def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
+def _functions(spec: SamplingSpec, early: bool) -> tuple[Any, Any]:
     V, MASKED = spec.vocab_size, spec.constrained
     WORDS, BLOCKS = -(-V // 32), scan_blocks(spec.vocab_size)
     WIDE, WARPS, PER, SCAN_WARPS = V % 4 == 0, THREADS // 32, BINS // THREADS, SCAN_THREADS // 32
@@ -76,23 +87,31 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
         result = -T.log(result)
 
     @T.inline
-    def load4(values, seen, logits, counts, row, counts_row, first, offset):
-        # logits and counts of tokens first .. first + 3; -inf beyond the vocabulary
+    def load4(values, logits, row, first, offset):
+        # logits of tokens first .. first + 3; -inf beyond the vocabulary
         for i in T.unroll(4):
             values[offset + i] = T.float32("-inf")
-            seen[offset + i] = 0
         if WIDE:
             if first < V:
                 T.ptx["ld.global.nc.v4.b32"](values[offset], values[offset + 1], values[offset + 2], values[offset + 3],
                                              logits.ptr_to([row, first]))
-                if counts_row >= 0:
-                    T.ptx["ld.global.v4.b32"](seen[offset], seen[offset + 1], seen[offset + 2], seen[offset + 3],
-                                              counts.ptr_to([counts_row, first]))
         else:
             for i in T.unroll(4):
                 if first + i < V:
                     values[offset + i] = logits[row, first + i]
-                    if counts_row >= 0:
+
+    @T.inline
+    def load_counts4(seen, counts, counts_row, first, offset):
+        for i in T.unroll(4):
+            seen[offset + i] = 0
+        if counts_row >= 0:
+            if WIDE:
+                if first < V:
+                    T.ptx["ld.global.v4.b32"](seen[offset], seen[offset + 1], seen[offset + 2], seen[offset + 3],
+                                              counts.ptr_to([counts_row, first]))
+            else:
+                for i in T.unroll(4):
+                    if first + i < V:
                         seen[offset + i] = counts[counts_row, first + i]
 
     @T.inline
@@ -158,14 +177,18 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
         noise: T.float32
         other: T.int32
         first: T.int32
+        if early:
+            T.ptx[AWAIT]()
+            T.ptx[RELEASE]()
+        for j in T.unroll(SCAN_VECTORS):
+            load4(x, logits, row, ((part * SCAN_VECTORS + j) * SCAN_THREADS + tx) * 4, j * 4)
         counts_row = counters[row, COUNTS_ROW]
         scale = T.if_then_else(settings[row, TEMPERATURE] > T.float32(0), T.float32(1) / settings[row, TEMPERATURE],
                                T.float32(1))
         narrow = T.if_then_else(T.And(settings[row, TEMPERATURE] > T.float32(0), filtered(settings, counters, row)), 1, 0)
         noisy = T.if_then_else(T.And(settings[row, TEMPERATURE] > T.float32(0), narrow == 0), 1, 0)
         for j in T.unroll(SCAN_VECTORS):
-            load4(x, seen, logits, counts, row, counts_row,
-                  ((part * SCAN_VECTORS + j) * SCAN_THREADS + tx) * 4, j * 4)
+            load_counts4(seen, counts, counts_row, ((part * SCAN_VECTORS + j) * SCAN_THREADS + tx) * 4, j * 4)
         # raw logits: maximum, sum, anything that is not a number
         peak = T.float32("-inf")
         bad = 0
@@ -347,15 +370,18 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
         def sweep(kind):
             # the next round's logits are on their way while this round's are looked at
             for j in T.unroll(VECTORS):
-                load4(ahead, seen_ahead, logits, counts, row, counts_row, (j * THREADS + tx) * 4, j * 4)
+                load4(ahead, logits, row, (j * THREADS + tx) * 4, j * 4)
+            for j in T.unroll(VECTORS):
+                load_counts4(seen_ahead, counts, counts_row, (j * THREADS + tx) * 4, j * 4)
             base = 0
             while base < V:
                 for i in T.unroll(4 * VECTORS):
                     x[i] = ahead[i]
                     seen[i] = seen_ahead[i]
                 for j in T.unroll(VECTORS):
-                    load4(ahead, seen_ahead, logits, counts, row, counts_row,
-                          base + ((VECTORS + j) * THREADS + tx) * 4, j * 4)
+                    load4(ahead, logits, row, base + ((VECTORS + j) * THREADS + tx) * 4, j * 4)
+                for j in T.unroll(VECTORS):
+                    load_counts4(seen_ahead, counts, counts_row, base + ((VECTORS + j) * THREADS + tx) * 4, j * 4)
                 value = T.float32("-inf")
                 for j in T.unroll(VECTORS):
                     for i in T.unroll(4):
@@ -498,6 +524,9 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
             target = T.Cast("uint64", T.ceil(T.Cast("float64", settings[row, TOP_P]) * T.Cast("float64", of)))
             target = T.max(T.min(target, of), T.uint64(1))
 
+        if early:
+            T.ptx[AWAIT]()
+            T.ptx[RELEASE]()
         # (a) what stage one found, combined by warp 0 in a fixed order
         if warp == 0:
             peak = T.float32("-inf")
@@ -784,10 +813,12 @@ def _functions(spec: SamplingSpec) -> tuple[Any, Any]:
     return sample_scan, sample_pick
 
 
-def sample(spec: SamplingSpec) -> Kernel:
+def sample(spec: SamplingSpec, arch: str = "sm_90a") -> Kernel:
     """logits f32[b, V], settings f32[b, 8], counters i32[b, 8], counts i32[c, V] (in place), [allowed i32[b, V/32]] →
     token_ids i32[b], logprobs f32[b]."""
-    scan, pick = (finish(f) for f in _functions(spec))
+    early = early_launch(arch)
+    scan, pick = _functions(spec, early)
+    scan, pick = finish(scan, early, "xy"), finish(pick, early)
     masked = ("allowed",) if spec.constrained else ()
     name = f"sample_v{spec.vocab_size}" + ("_constrained" if masked else "")
     given = ("logits", "settings", "counters", "counts", *masked)
