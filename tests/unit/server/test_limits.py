@@ -100,7 +100,7 @@ def test_small_answers_do_not_wait_for_acknowledgements():
             started = time.perf_counter()
             assert session.post("/tokenize", json={"prompt": "hi"}).status_code == 200
             times.append(time.perf_counter() - started)
-    assert min(times) < 0.03
+    assert min(times) < 0.035
 
 
 def test_requests_above_the_limit_are_told_to_come_back():
@@ -121,7 +121,8 @@ def test_requests_above_the_limit_are_told_to_come_back():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_gives_its_pages_back_within_two_steps(stream):
-    model = scripted_model(lambda prompt: "word " * 700, **SLOW)
+    # Steps so slow that what is counted is the server's doing and not the machine's.
+    model = scripted_model(lambda prompt: "word " * 100, delay=0.1)
     with background(model) as server:
         connection = connect(server)
         connection.sendall(raw_request(body_of(stream=stream, n=2)))
@@ -159,7 +160,7 @@ def test_answers_that_take_too_long_are_ended_with_the_limit():
 
 
 def test_half_sent_requests_are_cut_off_and_disturb_nobody():
-    limits = Limits(header_seconds=0.5, body_seconds=0.5)
+    limits = Limits(header_seconds=1.0, body_seconds=1.0)
     with background(scripted_model(last_question), limits) as server, \
             httpx.Client(base_url=server.url, timeout=30) as session:
         whole = raw_request(body_of())
@@ -172,7 +173,7 @@ def test_half_sent_requests_are_cut_off_and_disturb_nobody():
         second.sendall(whole[:30])          # a half head behind a good request
         stalled = time.monotonic()
         assert session.post("/v1/chat/completions", json=body_of()).status_code == 200
-        assert time.monotonic() - stalled < 0.4
+        assert time.monotonic() - stalled < 0.9
         assert b" 408 " in body.recv(65536)
         for connection in (silent, head, second):
             try:
