@@ -31,6 +31,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="One last chunk with the usage and no choices.")
+    continuous_usage_stats: bool | None = Field(None, description="Extension. The usage so far in every chunk.")
     include_obfuscation: Unused = None
 
 

@@ -126,7 +126,9 @@ class GenerationResponse(Response):
         return started, first.result()
 
     def _events(self, choices: Sequence[Json]) -> bytes:
-        extra: Json = {"usage": None} if self._job.include_usage else {}
+        extra: Json = {}
+        if self._job.include_usage:
+            extra["usage"] = usage(self._job, self._tokens) if self._job.usage_so_far else None
         return b"".join(_event({**self._head.body([choice]), **extra}) for choice in choices)
 
     def _error(self, piece: Piece) -> ApiError | None:

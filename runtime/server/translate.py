@@ -40,6 +40,7 @@ class Job:
     params: SamplingParams
     stream: bool
     include_usage: bool
+    usage_so_far: bool          # in every chunk
     salt: str
     continuation: bool = False
     show: frozenset[str] = frozenset()
@@ -78,7 +79,7 @@ def chat_job(body: ChatBody, model: ServedModel, tenant: str = "") -> Job:
         special_in_content=bool(body.special_in_content),
         add_generation_prompt=body.add_generation_prompt is not False, **_template_variables(body))
     grammar = _grammar(body) or _response_grammar(body)
-    job = Job([], SamplingParams(), bool(body.stream), _include_usage(body), tenant + (body.cache_salt or ""))
+    job = Job([], SamplingParams(), bool(body.stream), *_usage_options(body), tenant + (body.cache_salt or ""))
     if tools:
         job.tool_format, job.show = model.tool_format, MARKERS
         job.parallel_calls = body.parallel_tool_calls is not False
@@ -115,7 +116,7 @@ def completion_job(body: CompletionBody, model: ServedModel, tenant: str = "") -
         raise RequestError(f"{len(prompts)} prompts with n = {n} make {len(prompts) * n} outputs, at most {MOST_OUTPUTS} "
                            "are allowed in one request: send several", "prompt")
     echo_only = bool(body.echo) and body.max_tokens == 0
-    job = Job(prompts, SamplingParams(), bool(body.stream), _include_usage(body), tenant + (body.cache_salt or ""),
+    job = Job(prompts, SamplingParams(), bool(body.stream), *_usage_options(body), tenant + (body.cache_salt or ""),
               continuation=True, echo_only=echo_only)
     max_tokens = 1 if echo_only else _check_max_tokens(body.max_tokens, prompts, model)
     job.params = _params(body, model, grammar=_grammar(body), max_tokens=max_tokens, logprobs=body.logprobs,
@@ -206,13 +207,15 @@ def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...
     return tuple(dict.fromkeys(tuple(model.tokenizer.encode(form, add_bos=False)) for form in forms))
 
 
-def _include_usage(body: SamplingBody) -> bool:
+def _usage_options(body: SamplingBody) -> tuple[bool, bool]:
+    """(in a last chunk, in every chunk)"""
     if body.stream_options is None:
-        return False
+        return False, False
     if not body.stream:
         raise RequestError("stream_options is for streams only: set stream to true, or leave stream_options out",
                            "stream_options")
-    return bool(body.stream_options.include_usage)
+    include = bool(body.stream_options.include_usage)
+    return include, include and bool(body.stream_options.continuous_usage_stats)
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:

@@ -97,6 +97,12 @@ def test_c25_usage_is_one_last_chunk(chat):
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] > 3
 
 
+def test_usage_so_far_comes_with_every_chunk_where_asked(chat):
+    chunks = chat.chunks("hi", stream_options={"include_usage": True, "continuous_usage_stats": True})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[1] >= 1 and counts[-1] == counts[-2] and chunks[-1]["choices"] == []
+
+
 @pytest.mark.parametrize("stream", [False, None])
 def test_c25_stream_options_without_stream_is_refused(chat, stream):
     error = chat.error("hi", stream=stream, stream_options={"include_usage": True})

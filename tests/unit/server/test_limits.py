@@ -206,7 +206,7 @@ def test_a_reader_that_stops_reading_is_dropped_and_the_others_do_not_wait():
 
 
 def test_a_shutdown_lets_running_answers_finish():
-    model = scripted_model(lambda prompt: "word " * 60, delay=0.01)
+    model = scripted_model(lambda prompt: "word " * 25, delay=0.01)
     with background(model) as server, httpx.Client(base_url=server.url, timeout=30) as session:
         results = []
         threads = [threading.Thread(target=lambda: results.append(
