@@ -61,7 +61,6 @@ def create_app(model: ServedModel, limits: Limits | None = None, *, api_keys: Se
     app.add_exception_handler(RelaxpackError, errors.on_relaxpack_error)
     app.add_exception_handler(RequestValidationError, errors.on_invalid_body)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
-    app.add_exception_handler(Exception, errors.on_relaxpack_error)
     paths = frozenset(path for path in (getattr(route, "path", "") for route in app.routes) if "{" not in path)
     app.add_middleware(LimitsMiddleware, limits=state.limits, counts=state.counts, known_paths=paths)
     app.add_middleware(AuthMiddleware, keys=api_keys)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import secrets
 from collections import Counter
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from relaxpack.runtime.server.errors import ApiError, response_to
 
+_log = logging.getLogger("uvicorn.error")       # its format, and --log-level
 GENERATES = frozenset({"/v1/completions", "/v1/chat/completions"})
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")      # perhaps half a character, which no tokenizer takes
 _DRAIN_SECONDS, _DRAIN_FACTOR = 2.0, 4
@@ -71,6 +73,11 @@ class LimitsMiddleware:
                 await response_to(error)(scope, receive, sent)
         except _Gone:
             pass
+        except Exception as error:
+            # Not raised further: uvicorn would close a connection that its client means to use again.
+            _log.exception("an error of the server's own, which is a bug")
+            if sent.status is None:
+                await response_to(error)(scope, receive, sent)
         finally:
             if sent.status is not None:
                 counts.answers[path, sent.status] += 1

@@ -6,17 +6,17 @@ RequestError that names its field.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from relaxpack.errors import RequestError
 from relaxpack.runtime.async_engine import RequestStream
-from relaxpack.runtime.sampling_params import Grammar, SamplingParams
+from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.server.errors import ApiError
+from relaxpack.runtime.server.grammars import call_grammar, forced_tools, own_grammar, response_grammar
 from relaxpack.runtime.server.model import ServedModel
-from relaxpack.runtime.server.protocol import ChatBody, CompletionBody, Message, NamedTool, SamplingBody, Tool
+from relaxpack.runtime.server.protocol import ChatBody, CompletionBody, Message, SamplingBody
 from relaxpack.runtime.tool_calls import MARKERS, ToolFormat
 
 MOST_LIKELIEST = 20     # as OpenAI's API has it; each one costs a pass over the logits
@@ -24,8 +24,6 @@ MOST_OUTPUTS = 256      # of one HTTP request: prompts times n
 MOST_STOPS, LONGEST_STOP = 16, 4096
 _PLAIN = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
           "seed", "n", "min_tokens", "ignore_eos")
-# Between JSON values. Without an end to it, small models write line breaks until their tokens are spent.
-_WHITE_SPACE = r"[ \n\t]{0,20}"
 # What the prompt is made to end with where a call is forced, and how the call names its arguments.
 _FORCED: Mapping[ToolFormat | None, tuple[str, str]] = {
     "hermes": ("<tool_call>\n", "arguments"), "mistral": ("[TOOL_CALLS]", "arguments"), "llama3": ("", "parameters"),
@@ -73,12 +71,12 @@ def chat_job(body: ChatBody, model: ServedModel, tenant: str = "") -> Job:
         raise RequestError("continue_final_message is not supported: leave it out, or use /v1/completions with the "
                            "rendered prompt", "continue_final_message")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else []
-    forced = _forced_tools(body)
+    forced = forced_tools(body)
     ids = model.template.encode(
         [plain_message(message) for message in body.messages], tools=tools or None, fold_system=bool(body.fold_system),
         special_in_content=bool(body.special_in_content),
         add_generation_prompt=body.add_generation_prompt is not False, **_template_variables(body))
-    grammar = _grammar(body) or _response_grammar(body)
+    grammar = own_grammar(body) or response_grammar(body)
     job = Job([], SamplingParams(), bool(body.stream), *_usage_options(body), tenant + (body.cache_salt or ""))
     if tools:
         job.tool_format, job.show = model.tool_format, MARKERS
@@ -90,7 +88,7 @@ def chat_job(body: ChatBody, model: ServedModel, tenant: str = "") -> Job:
         job.tool_start, argument = _FORCED[model.tool_format]
         job.tool_format = model.tool_format or "llama3"
         ids += model.tokenizer.encode(job.tool_start, special=True, add_bos=False) if job.tool_start else []
-        grammar = _call_grammar(forced, argument, listed=model.tool_format == "mistral")
+        grammar = call_grammar(forced, argument, listed=model.tool_format == "mistral")
     elif tools and grammar is not None:
         raise RequestError("response_format and structured_outputs leave no room for tool calls: leave tools out, or set "
                            'tool_choice to "none"', "response_format")
@@ -119,7 +117,7 @@ def completion_job(body: CompletionBody, model: ServedModel, tenant: str = "") -
     job = Job(prompts, SamplingParams(), bool(body.stream), *_usage_options(body), tenant + (body.cache_salt or ""),
               continuation=True, echo_only=echo_only)
     max_tokens = 1 if echo_only else _check_max_tokens(body.max_tokens, prompts, model)
-    job.params = _params(body, model, grammar=_grammar(body), max_tokens=max_tokens, logprobs=body.logprobs,
+    job.params = _params(body, model, grammar=own_grammar(body), max_tokens=max_tokens, logprobs=body.logprobs,
                          prompt_logprobs=body.logprobs if body.echo else None)
     if body.echo:
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -243,68 +241,3 @@ def _template_variables(body: ChatBody) -> dict[str, Any]:
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     return variables
-
-
-def _grammar(body: SamplingBody) -> Grammar | None:
-    asked = body.structured_outputs
-    if asked is None:
-        return None
-    kinds: dict[str, Any] = {"json_schema": asked.json_, "regex": asked.regex, "choice": asked.choice, "lark": asked.grammar}
-    given = [(kind, source) for kind, source in kinds.items() if source is not None]
-    if len(given) != 1:
-        raise RequestError(f"structured_outputs needs exactly one of json, regex, choice and grammar, got {len(given)}",
-                           "structured_outputs")
-    kind, source = given[0]
-    if kind == "json_schema":
-        return _json_grammar(source)
-    return Grammar(kind, tuple(source) if kind == "choice" else source)     # type: ignore[arg-type]
-
-
-def _json_grammar(schema: Any) -> Grammar:
-    """Of a JSON schema, as an object or as text."""
-    try:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the JSON schema is no JSON: {error}", "response_format") from error
-    if isinstance(schema, dict):
-        schema = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}, **schema}
-    return Grammar("json_schema", json.dumps(schema))
-
-
-def _response_grammar(body: ChatBody) -> Grammar | None:
-    asked = body.response_format
-    if asked is None or asked.type == "text":
-        return None
-    if body.structured_outputs is not None:
-        raise RequestError("response_format and structured_outputs both say what the output must match: give one of them",
-                           "response_format")
-    if asked.type == "json_object":
-        return _json_grammar(asked.schema_ or asked.value or {"type": "object"})
-    if asked.json_schema is None or asked.json_schema.schema_ is None:
-        raise RequestError('response_format of type "json_schema" needs json_schema.schema', "response_format.json_schema")
-    return _json_grammar(asked.json_schema.schema_)
-
-
-def _forced_tools(body: ChatBody) -> list[Tool]:
-    """The tools of which one must be called; none where the model may choose."""
-    choice, tools = body.tool_choice, body.tools or []
-    if choice in (None, "none", "auto"):
-        return []
-    if not tools:
-        raise RequestError("tool_choice asks for a call, but there are no tools: give tools", "tool_choice")
-    if not isinstance(choice, NamedTool):
-        return tools
-    named = [tool for tool in tools if tool.function.name == choice.function.name]
-    if not named:
-        raise RequestError(f"tool_choice names {choice.function.name!r}, but the tools are "
-                           f"{', '.join(tool.function.name for tool in tools)}", "tool_choice")
-    return named
-
-
-def _call_grammar(tools: Sequence[Tool], argument: str, listed: bool) -> Grammar:
-    calls = [{"type": "object", "properties": {"name": {"const": tool.function.name},
-                                               argument: tool.function.parameters or {"type": "object"}},
-              "required": ["name", argument], "additionalProperties": False} for tool in tools]
-    call = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    schema = {"type": "array", "items": call, "minItems": 1, "maxItems": 1} if listed else call
-    return _json_grammar(schema)
