@@ -15,6 +15,7 @@ from typing import Any
 
 from relaxpack.kernel_spec import AttentionSpec, Kernel, SamplingSpec
 from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
+from relaxpack.schedules.kernels.cuda.attention_prefill import default_tuning as mma_tuning
 from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import HopperTuning
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
@@ -38,22 +39,22 @@ SMALL = {
 }
 
 
-def builds(tune: bool, mma: bool = True) -> dict[str, tuple[Any, Kernel]]:
+def builds(tune: bool, mma: bool = True, arch: str = "sm_90a") -> dict[str, tuple[Any, Kernel]]:
     """Name → (spec, kernel). With `tune` also the variants of the search spaces worth timing."""
     found: dict[str, tuple[Any, Kernel]] = {}
     for name, s in {**SMALL, "8b": LLAMA_8B, "1b": LLAMA_1B, "7b": QWEN_7B}.items():
-        found[f"decode.{name}"] = s, decode_attention(s)
-        found[f"prefill.{name}"] = s, prefill_attention(s)
+        found[f"decode.{name}"] = s, decode_attention(s, arch)
+        found[f"prefill.{name}"] = s, prefill_attention(s, arch)
         if name in SMALL and mma:                                  # the version for other architectures, on this one
-            found[f"prefill.{name}@mma"] = s, prefill_attention(s, "sm_90")
+            found[f"prefill.{name}@mma"] = s, prefill_attention(s, arch, mma_tuning(s, arch))
     for name, s in (("8b", LLAMA_8B), ("norm", spec(8, 2, 128, norm=1e-6)), ("partial", spec(4, 2, 96, rotary_dim=32)),
                     ("f16", spec(4, 1, 64, 64, 160, "float16", rotary_dim=24))):
-        found[f"rope.{name}"] = s, rope_append(s)
-    found["sample.128256"] = SamplingSpec(128256), sample(SamplingSpec(128256))
-    found["sample.5003c"] = SamplingSpec(5003, True), sample(SamplingSpec(5003, True))
+        found[f"rope.{name}"] = s, rope_append(s, arch)
+    found["sample.128256"] = SamplingSpec(128256), sample(SamplingSpec(128256), arch)
+    found["sample.5003c"] = SamplingSpec(5003, True), sample(SamplingSpec(5003, True), arch)
     if tune:
-        found["decode.8b@p64"] = LLAMA_8B_64, decode_attention(LLAMA_8B_64)
-        found["prefill.8b@mma"] = LLAMA_8B, prefill_attention(LLAMA_8B, "sm_90")
+        found["decode.8b@p64"] = LLAMA_8B_64, decode_attention(LLAMA_8B_64, arch)
+        found["prefill.8b@mma"] = LLAMA_8B, prefill_attention(LLAMA_8B, arch, mma_tuning(LLAMA_8B, arch))
         found["prefill.8b@free"] = LLAMA_8B, prefill_attention(LLAMA_8B, "sm_90a", HopperTuning(ping_pong=False))
     return found
 
@@ -63,7 +64,7 @@ def build(folder: Path, arch: str, tune: bool, mma: bool = True, only: str = "")
     start = time.perf_counter()
     funcs: dict[str, Any] = {}
     manifest: dict[str, Any] = {"arch": arch, "kernels": {}}
-    for name, (s, kernel) in builds(tune, mma).items():
+    for name, (s, kernel) in builds(tune, mma, arch).items():
         if only and not any(part in name for part in only.split(",")):
             continue
         stages = []

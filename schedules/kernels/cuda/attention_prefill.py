@@ -56,7 +56,8 @@ def shared_bytes(spec: AttentionSpec, tuning: PrefillTuning) -> int:
 
 
 def default_tuning(spec: AttentionSpec, arch: str) -> PrefillTuning:
-    wide = spec.head_dim > 128
+    # 32 rows a warp read each key half as often; on the newest cards ptxas needs the registers of the narrower one.
+    wide = spec.head_dim > 128 or (spec.head_dim > 64 and arch in ("sm_100a", "sm_120"))
     for tuning in (PrefillTuning(8, 1, 64) if wide else PrefillTuning(4, 2, 32), PrefillTuning(8, 1, 32),
                    PrefillTuning(4, 1, 32), PrefillTuning(4, 1, 16)):
         if shared_bytes(spec, tuning) <= LIMITS[arch][0] * 1024:

@@ -193,12 +193,12 @@ def test_sampling_equals_float64_reference(vocab: int, constrained: bool) -> Non
 
 
 KERNELS = {
-    "rope": lambda arch: rope_append.rope_append(spec(32, 8, 128, norm=1e-6)),
+    "rope": lambda arch: rope_append.rope_append(spec(32, 8, 128, norm=1e-6), arch),
     "decode": lambda arch: decode_attention(spec(32, 8, 128), arch),
     "decode_256": lambda arch: decode_attention(spec(8, 4, 256, 64, window=512), arch),
     "prefill": lambda arch: prefill_attention(spec(32, 8, 128), arch),
     "prefill_64": lambda arch: prefill_attention(spec(32, 8, 64, dtype="float16"), arch),
-    "sample": lambda arch: sampling.sample(SamplingSpec(128256)),
+    "sample": lambda arch: sampling.sample(SamplingSpec(128256), arch),
 }
 
 
