@@ -156,8 +156,14 @@ def run_pass(mod: tvm.IRModule, target: Any, phase: str, index: int, one: Any) -
             raise
         raise PassFailure(phase, index, one, mod, str(error)) from error
     except Exception as error:
-        last = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise PassFailure(phase, index, one, mod, last) from error
+        raise PassFailure(phase, index, one, mod, _reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """The line that says what is wrong. TVMScript's messages end with a drawing of the source; theirs comes earlier."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    found = [line for line in lines if line.startswith("error:") or "Check failed" in line]
+    return (found or lines or [type(error).__name__])[-1]
 
 
 def sizes(mod: tvm.IRModule) -> tuple[dict[str, int], int]:

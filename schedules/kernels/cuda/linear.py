@@ -138,7 +138,7 @@ def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict
         if k < 2048:
             return "gemm_rows_quant", {"columns": columns, "warps": 4, "unroll": 2}
         if columns == 8 and not heavy and (n <= 8192 or weight.group_size == 16):
-            return "gemm_rows_quant", {"columns": 8, "warps": 16, "unroll": 2, "ahead": 1}
+            return "gemm_rows_quant", {"columns": 8, "warps": 16, "unroll": 2, "ahead": True}
         return "gemm_rows_quant", {"columns": columns, "warps": 8, "unroll": 4 if heavy and n <= 8192 else 2}
     strips = 2 if n >= 8192 else 1
     blocks = -(-n // (128 * strips))
