@@ -80,7 +80,8 @@ def extras() -> list[str]:
         name, data = found
         step = next(r for r in data["decode"] if r["batch"] == 1)
         lines += ["## Graphs on and off", "",
-                  f"Captured steps give the same bits as the same kernels launched one by one: {data['graph_equals_eager']}. "
+                  "Captured steps give the same bits as the same kernels launched one by one: "
+                  f"{data['graph_equals_eager']}. "
                   f"Llama-3.2-1B, batch 1: {step['ms']} ms as a graph, {data['eager_decode_ms']['1']} ms without; "
                   f"capturing all buckets took {data['capture_seconds']} s. results/{name}", ""]
     if (found := newest("gpu_llama-3.1-8b_q4_1_*.json")) is not None:
