@@ -74,7 +74,7 @@ class _Lifetimes:
 
     def reach(self, expr: Any) -> set[Any]:
         if isinstance(expr, relax.Tuple):
-            return set().union(*map(self._of, expr.fields), set())
+            return set().union(*map(self.reach, expr.fields), set())
         return self.reaches.get(expr, set()) if isinstance(expr, relax.Var) else set()
 
     def _use(self, expr: Any, step: int) -> None:

@@ -131,16 +131,15 @@ def _place(blocks: Sequence[Block], order: Sequence[int], pool: Sequence[int]) -
     p = _Placement(blocks, pool)
     for index in order:
         size = aligned(blocks[index].size)
-        if fits := p.fits(index):
-            chosen: int | None = min(fits, key=lambda s: p.sizes[s])
-        elif (chosen := p.make_room(index)) is None:
+        fits = p.fits(index)
+        chosen = min(fits, key=lambda s: p.sizes[s]) if fits else p.make_room(index)
+        if chosen is None:
             free = [s for s in range(len(p.sizes)) if not p.busy[s] & p.steps[index]]
-            if free:
-                chosen = max(free, key=lambda s: p.sizes[s])    # grows least
-                p.sizes[chosen] = size
-            else:
-                chosen = len(p.sizes)
+            if not free:
+                free = [len(p.sizes)]
                 p.sizes.append(size)
                 p.busy.append(0)
+            chosen = max(free, key=lambda s: p.sizes[s])    # grows least
+            p.sizes[chosen] = max(size, p.sizes[chosen])
         p.put(index, chosen)
     return StoragePlan(p.sizes, p.storage_of)

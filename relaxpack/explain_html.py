@@ -169,8 +169,8 @@ def _passes(what: dict[str, Any]) -> str:
     rows = []
     for before, after in zip([None, *kept], kept, strict=False):
         rows.append((after["phase"], after["name"], *(
-            _change(before and before["bindings"].get(f), after["bindings"].get(f)) for f in ("decode", "prefill")),
-            _change(before and before["prim_funcs"], after["prim_funcs"])))
+            _change(before["bindings"].get(f) if before else None, after["bindings"].get(f)) for f in ("decode", "prefill")),
+            _change(before["prim_funcs"] if before else None, after["prim_funcs"])))
     out = ", ".join(what["disabled"])
     return ("<h2>What each pass changed</h2><p>Bindings of the two step functions and PrimFuncs of the module, after "
             f"{len(what['passes'])} passes; those that changed no size are not shown."

@@ -50,7 +50,7 @@ class Inputs:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Inputs:
         config, pipeline = dict(data["config"]), dict(data["pipeline"])
-        rope = {k: tuple(v) if isinstance(v, list) else v for k, v in config["rope"].items()}
+        rope: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config["rope"].items()}
         config |= {"rope": RopeConfig(**rope), "layer_windows": tuple(config["layer_windows"])}
         pipeline = {k: tuple(v) if isinstance(v, list) else v for k, v in pipeline.items()}
         pipeline["disabled"] = frozenset(pipeline["disabled"])

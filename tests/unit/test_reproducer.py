@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import relaxpack.tvm_setup  # noqa: F401
 import relaxpack.compile
+import relaxpack.tvm_setup
 from relaxpack.cli import run
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import Kernel, LinearSpec, NormSpec

@@ -142,3 +142,35 @@ def test_results_of_captured_functions_are_planned_and_live_to_the_end():
     tensors = {t["name"]: t for t in plan["tensors"]}
     # `a` is read through its view after `b` is written; `c` may not take the place of the result.
     assert len({tensors[name]["storage"] for name in "abc"}) == 3 and plan["live_bytes"] == 768
+
+
+@I.ir_module
+class Nested:
+    """`a` is read through a tuple inside a tuple, after `b` was written."""
+    @T.prim_func(private=True, s_tir=True)
+    def copy(x: T.Buffer((T.int64(64),), "float32"), y: T.Buffer((T.int64(64),), "float32")):
+        for i in range(64):
+            y[i] = x[i]
+
+    @R.function
+    def step(x: R.Tensor((64,), "float32")) -> R.Tensor((64,), "float32"):
+        R.func_attr({"num_input": 1, "tir_var_upper_bound": {}, "relax.force_pure": True})
+        cls = Nested
+        a = R.builtin.alloc_tensor(R.shape([64]), R.dtype("float32"), R.prim_value(0), R.str("global"))
+        _0 = cls.copy(x, a)
+        both = ((x, a), x)
+        b = R.builtin.alloc_tensor(R.shape([64]), R.dtype("float32"), R.prim_value(0), R.str("global"))
+        _1 = cls.copy(x, b)
+        c = R.builtin.alloc_tensor(R.shape([64]), R.dtype("float32"), R.prim_value(0), R.str("global"))
+        _2 = cls.copy(b, c)
+        inner = both[0]
+        kept = inner[1]
+        y = R.builtin.alloc_tensor(R.shape([64]), R.dtype("float32"), R.prim_value(0), R.str("global"))
+        _3 = cls.copy(kept, y)
+        return y
+
+
+def test_tuples_in_tuples_keep_their_tensors_alive():
+    plan = json.loads(str(VerifyMemoryPlan(PlanMemory()(Nested)).attrs[PLAN]))["step"]
+    storages = {t["name"]: t["storage"] for t in plan["tensors"]}
+    assert len({storages[name] for name in "abc"}) == 3 and plan["storages"] == [256] * 3
