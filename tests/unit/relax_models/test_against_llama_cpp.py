@@ -17,7 +17,7 @@ from tests.reference.numpy_decoder import forward
 pytest.importorskip("gguf", reason="writes the test files: pip install relaxpack[gguf]")
 llama_cpp = pytest.importorskip("llama_cpp", reason="reference: pip install llama-cpp-python")
 
-from tests.helpers.tiny_gguf import write_gguf  # noqa: E402
+from tests.helpers.tiny_gguf import write_gguf
 
 LENGTH = 300
 F32 = 0  # ggml's number of the type, for llama.cpp's cache

@@ -9,9 +9,9 @@ from relaxpack.relax_models.gguf_blocks import GGML_TYPES, decode
 from relaxpack.weight_format import QuantizedTensor
 
 gguf = pytest.importorskip("gguf", reason="reference decoder: pip install relaxpack[gguf]")
-from gguf.quants import dequantize, quantize  # noqa: E402
+from gguf.quants import dequantize, quantize
 
-from tests.helpers.tiny_gguf import K_QUANTS, random_k_blocks  # noqa: E402
+from tests.helpers.tiny_gguf import K_QUANTS, random_k_blocks
 
 ROWS, COLUMNS = 24, 512
 BY_NAME = {kind.name: kind for kind in GGML_TYPES.values()}
