@@ -17,7 +17,7 @@ from relaxpack.errors import RequestError
 from relaxpack.runtime.executor import HostExecutor
 from relaxpack.runtime.metrics import EngineMetrics
 from relaxpack.runtime.request import FinishReason, Request, Sequence, SequenceStatus
-from relaxpack.runtime.run_ahead import RunAhead
+from relaxpack.runtime.run_ahead import AheadExecutor, RunAhead
 from relaxpack.runtime.sampler import Constraint, SamplingState, TokenLogprobs, sequence_key
 from relaxpack.runtime.sampling_params import Grammar, SamplingParams
 from relaxpack.runtime.scheduler import ScheduledStep, Scheduler
@@ -85,7 +85,7 @@ class Engine:
             page_size=runner.page_size, num_pages=runner.num_pages, max_batch=runner.max_batch,
             token_budget=token_budget or runner.prefill_chunk, max_logit_rows=max_logit_rows,
             prefix_caching=prefix_caching, exact=exact)
-        self._ahead = RunAhead(self.executor, self.scheduler) if hasattr(self.executor, "submit_ahead") else None
+        self._ahead = RunAhead(self.executor, self.scheduler) if isinstance(self.executor, AheadExecutor) else None
         self.metrics = EngineMetrics(pages_total=self.scheduler.pool.total)
         self._make_constraint = make_constraint
         self._requests: dict[str, Request] = {}

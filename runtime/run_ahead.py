@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from relaxpack.runtime.request import Sequence
 from relaxpack.runtime.scheduler import ScheduledStep, Scheduler
 from relaxpack.runtime.step_plan import SequenceStep, StepExecutor, StepHandle, StepPlan, StepSampling
 
 
+@runtime_checkable
 class AheadExecutor(StepExecutor, Protocol):
     """An executor that can start a step before the tokens it continues are known on the host."""
 
