@@ -45,13 +45,19 @@ def explanation(bundle: Bundle, rows: int = 1, context: int = 1024, machine: Mac
         "schedules": dict(sorted(Counter(k["source"].split(":")[0] for k in record["kernels"]).items())),
         "not_ours": [k for k in record["kernels"] if k["source"] in ("fallback", "dlight")],
         "functions": [{"name": name, **_function(plan, steps.get(name, ()))}
-                      for name, plan in record["memory_plan"].items()],
+                      for name, plan in sorted(record["memory_plan"].items(), key=lambda item: _by_bucket(item[0]))],
         "memory": {"arena_bytes": entry.memory_plan.get("arena_bytes"),
                    "live_bytes": max((p.get("live_bytes", 0) for p in record["memory_plan"].values()), default=0)},
         "memory_plan": record["memory_plan"], "calls": record["calls"],
         "tuning_records": list(getattr(entry, "tuning_records", ()) or ()),
         "audit": bundle.read_json(AUDIT) if AUDIT in bundle else {},
     }
+
+
+def _by_bucket(name: str) -> tuple[str, int]:
+    """prefill, prefill_16, prefill_128."""
+    base, _, size = name.partition("_")
+    return base, int(size) if size.isdigit() else 0
 
 
 def decode_function(entry: TargetEntry, rows: int) -> str:

@@ -122,3 +122,13 @@ def test_diff_of_two_levels(tiny_bundle: Path, tmp_path: Path, capsys: pytest.Ca
     assert run(["diff", str(tiny_bundle), str(tmp_path / "o0.bundle")]) == 1
     text = capsys.readouterr().out
     assert "Kernels of a decode step that differ" in text and "prefill of 32 tokens: flops" in text
+
+
+def test_a_record_without_steps_is_shown_too(document: dict[str, Any]) -> None:
+    """As earlier versions wrote it."""
+    old = json.loads(json.dumps(document))
+    old["step"] |= {"kernels": [], "launches": 0, "bytes": 0, "flops": 0, "seconds": 0.0, "bytes_over_floor": None}
+    old["prefill"]["kernels"], old["passes"] = [], []
+    for plan in old["memory_plan"].values():
+        del plan["live_bytes"], plan["captured"], plan["result_bytes"]
+    assert "Memory plan" in page(old)
