@@ -3,7 +3,7 @@
     python benchmarks/cpu_peers.py --bundle build/smollm2.bundle [--repeats 5] [--out benchmarks/results/NAME.json]
 
 Each system runs in a process of its own, in turn (A B C A B C ...), so that a machine that drifts drifts for all. Prompts
-are the same random token ids; decode is greedy. Reported: the median over the rounds of prefill and decode rates, the
+are random token ids, the same for all; decode is greedy. Reported: the median over the rounds of prefill and decode rates, the
 spread, and the ratio to llama.cpp pair by pair. Peers that are not installed are left out and named.
 """
 
@@ -29,10 +29,12 @@ NEW_TOKENS = 64
 SEED = 7
 
 
-def prompt_ids(length: int) -> list[int]:
+def prompt_ids(length: int, run: int) -> list[int]:
+    """Fresh for every run: a prompt seen before could come out of a prefix cache."""
     import random
 
-    return [random.Random(SEED + length).randrange(100, 48000) for _ in range(length)]
+    draw = random.Random(SEED + 1000 * length + run)
+    return [draw.randrange(100, 48000) for _ in range(length)]
 
 
 def gguf_path() -> str:
@@ -104,9 +106,8 @@ def _rates(once: Callable[[list[int], int], tuple[float, float]]) -> dict[str, f
     """Tokens per second of prefill and decode at each prompt length: best of three after a warm-up."""
     result = {}
     for length in PROMPTS:
-        ids = prompt_ids(length)
-        once(ids, 8)
-        runs = [once(ids, NEW_TOKENS) for _ in range(3)]
+        once(prompt_ids(length, 0), 8)
+        runs = [once(prompt_ids(length, run), NEW_TOKENS) for run in (1, 2, 3)]
         result[f"prefill_{length}"] = length / min(p for p, _ in runs)
         result[f"decode_{length}"] = NEW_TOKENS / min(d for _, d in runs)
     return result
