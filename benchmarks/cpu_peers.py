@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_peers.py --bundle build/smollm2.bundle [--repeats 5] [--out benchmarks/results/NAME.json]
 
-Each system runs in a process of its own, in turn (A B C A B C ...), so that a machine that drifts drifts for all. Prompts
-are random token ids, the same for all; decode is greedy. Reported: the median over the rounds of prefill and decode rates, the
-spread, and the ratio to llama.cpp pair by pair. Peers that are not installed are left out and named.
+Each system runs in a process of its own, in turn (A B C A B C ...), so that a machine that drifts drifts for all.
+Prompts are random token ids, the same for all; decode is greedy. Reported: the median over the rounds of prefill and
+decode rates, and the ratio to llama.cpp pair by pair. Peers that are not installed are left out and named.
 """
 
 from __future__ import annotations
