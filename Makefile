@@ -38,7 +38,9 @@ lint: $(READY)  ## style, types, and which part may import which
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The peers come with their own group: llama-cpp-python compiles llama.cpp, which takes minutes the first time.
 bench: $(DEMO)/manifest.json  ## the demo model against its peers; results in benchmarks/results
+	$(BIN)/python -m pip install --quiet --group bench
 	$(BIN)/python benchmarks/cpu_peers.py --bundle $(DEMO) --out benchmarks/results/cpu_peers-$(shell date +%F).json
 
 build: $(READY)  ## a wheel in build/wheels

@@ -157,14 +157,19 @@ def main() -> None:
     report["median"] = {}
     for key in keys:
         medians = {s: statistics.median(r[s][key] for r in report["rounds"]) for s in present}
-        ratio = statistics.median(r["relaxpack"][key] / r["llama.cpp"][key] for r in report["rounds"]) \
-            if "llama.cpp" in present else float("nan")
-        report["median"][key] = {**medians, "ratio_to_llama.cpp": ratio}
-        print(f"{key:26s}" + "".join(f"{medians[s]:16.1f}" for s in present) + f"{ratio:14.2f}")
+        report["median"][key] = dict(medians)
+        line = f"{key:26s}" + "".join(f"{medians[s]:16.1f}" for s in present)
+        if "llama.cpp" in present:
+            ratio = statistics.median(r["relaxpack"][key] / r["llama.cpp"][key] for r in report["rounds"])
+            report["median"][key]["ratio_to_llama.cpp"] = ratio
+            line += f"{ratio:14.2f}"
+        print(line)
     missing = [s for s in SYSTEMS if s not in present]
     if missing:
-        print("not installed: " + ", ".join(missing))
-    if args.out:
+        print("not installed: " + ", ".join(missing) + " (pip install --group bench)")
+    if args.out and missing:
+        print(f"not written: {args.out} is for runs beside all peers")
+    elif args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 
