@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.schedules.cuda_compile import check_library
 from relaxpack.target import TargetSpec, parse_target
+from relaxpack.weight_format import WeightFormat
 from relaxpack.weights import ParameterMaker, choose_formats
 
 MAX_PAGE_SIZE = 65536
@@ -146,6 +147,7 @@ def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec
         formats = choose_formats(checkpoint, options.weights, activation_dtype)
     info = _model_info(checkpoint, limits, activation_dtype, kv_dtype)
     with BundleWriter(output, force) as writer:     # before the long work: a place that cannot be written shows now
+        writer.require_space(_weight_bytes(checkpoint, formats) + _LIBRARY_BYTES)
         with stage("compile", 6):
             pipeline = pipeline_config(spec, limits, left_out(options.level, options.disabled_passes))
             lowered = lower_model(checkpoint.config, limits, spec, provider, formats, activation_dtype, kv_dtype,
@@ -271,6 +273,11 @@ def _write_parameters(writer: BundleWriter, spec: TargetSpec, lowered: Lowered, 
             params.add(p.name, {"": array})
             shown.advance(p.name)
     return _parameter_bytes(lowered)
+
+
+def _weight_bytes(checkpoint: Checkpoint, formats: Mapping[str, WeightFormat]) -> int:
+    """What the matrices will take, known before anything is compiled; packing may pad them a little."""
+    return int(sum(np.prod(checkpoint.tensors[name].shape) * fmt.bytes_per_weight() for name, fmt in formats.items()))
 
 
 def _parameter_bytes(lowered: Lowered) -> int:
