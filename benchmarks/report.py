@@ -75,7 +75,7 @@ def gpu(model: str) -> list[str]:
     errors = data.get("errors", {})
     return [f"## {data['gpu']}: {model} in bfloat16", "",
             f"Random weights in the published shapes. Whole engine, Python included, greedy; results/{name}"
-            + (f", vLLM in the same lease: results/{peer[0]}" if peer else "") + ".", "",
+            + (f", vLLM on the same machine right after: results/{peer[0]}" if peer else "") + ".", "",
             *table(["prompt", "batch", "tok/s", "vLLM tok/s", "ratio", "TTFT ms", "vLLM TTFT ms"], rows),
             "One decode step on the device against its floor (weights and KV over "
             f"{data['read_GBps']} GB/s measured read):", "",
