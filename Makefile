@@ -7,7 +7,6 @@ DEMO := build/smollm2.bundle
 # What a bundle is made from: when one of these changes, `make chat` builds the demo again.
 COMPILE_SIDE := $(shell find relax_models passes schedules dist relaxpack -name '*.py' -not -path 'relaxpack/cli/*' \
 	-not -path 'relaxpack/runtime/*')
-export RELAXPACK_CACHE := $(CURDIR)/build/cache
 
 .PHONY: setup chat test lint bench build clean
 .DELETE_ON_ERROR:

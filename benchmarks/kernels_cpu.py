@@ -176,7 +176,7 @@ def norm_time(kernels: CpuKernels, rows: int) -> float:
 
 
 def embedding_time(kernels: CpuKernels, name: str, rows: int) -> float:
-    f = compiled(kernels, kernels.embedding(EmbeddingSpec(VOCAB, HIDDEN, FORMATS[name], "float32", True)).stages[0].func)
+    f = compiled(kernels, kernels.embedding(EmbeddingSpec(VOCAB, HIDDEN, FORMATS[name], "float32")).stages[0].func)
     table = to(random_packed(kernels, name, VOCAB, HIDDEN, False))
     ids, y = to(rng.integers(0, VOCAB, rows).astype("int32")), to(np.zeros((rows, HIDDEN), "float32"))
     return best(lambda: f(ids, table, y))

@@ -94,7 +94,7 @@ class _Rewriter(FunctionRewriter):
         token_ids, *buffers, fmt, _ = operands
         weight, hidden = FORMATS[str(fmt.value)], int(call.ty.shape[-1])
         vocab = self._vocab_size(call)
-        spec = EmbeddingSpec(vocab, hidden, weight, str(call.ty.dtype), tied_to_linear=True)
+        spec = EmbeddingSpec(vocab, hidden, weight, str(call.ty.dtype))
         return self._call(self.provider.embedding(spec),
                           {"token_ids": token_ids, **self._weight_buffers(weight, vocab, hidden, False, buffers)},
                           {"y": call.ty}, {"operation": "embedding", "vocab": vocab})

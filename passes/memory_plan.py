@@ -17,7 +17,7 @@ from typing import Any
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.errors import CompileError
-from relaxpack.passes.rewrite import exported_functions, is_op
+from relaxpack.passes.rewrite import exported_functions, is_op, variables
 from relaxpack.passes.specialize_buckets import bucket_of
 from tvm import relax
 
@@ -90,7 +90,7 @@ class _FunctionPlan:
             if isinstance(value, tvm.ir.Call):  # tuples and projections only name memory, calls read it
                 if isinstance(value.op, tvm.ir.GlobalVar):
                     self._declare(step, value)
-                for operand in _variables(value):
+                for operand in variables(value):
                     self._touch(operand, step)
             self.aliases[var] = self._aliases_of(value)
 
@@ -104,7 +104,7 @@ class _FunctionPlan:
             inside = self.aliases.get(value.tuple_value, set())
             return inside[value.index] if isinstance(inside, list) else inside
         if isinstance(value, tvm.ir.Call) and not isinstance(value.op, tvm.ir.GlobalVar):  # a view (reshape), a copy
-            return set().union(*(_flat(self.aliases.get(v, set())) for v in _variables(value)), set())
+            return set().union(*(_flat(self.aliases.get(v, set())) for v in variables(value)), set())
         return set()  # kernels return nothing
 
     def _touch(self, var: Any, step: int) -> None:
@@ -142,12 +142,6 @@ class _FunctionPlan:
             live += changes[step]
             most = max(most, live)
         return most
-
-
-def _variables(expr: Any) -> list[Any]:
-    found: list[Any] = []
-    relax.analysis.post_order_visit(expr, lambda e: found.append(e) if isinstance(e, relax.Var) else None)
-    return found
 
 
 def _flat(aliases: Any) -> set[Any]:

@@ -66,7 +66,7 @@ def operands_of(call: Any) -> list[Any]:
     return list(call.args[1].fields)
 
 
-def _variables(expr: Any) -> list[Any]:
+def variables(expr: Any) -> list[Any]:
     """Variables an expression reads, each once."""
     found: list[Any] = []
     relax.analysis.post_order_visit(
@@ -103,7 +103,7 @@ class FunctionRewriter(PyExprMutator):
         self.definitions = {binding.var: binding.value for binding in block.bindings}
         self.users = defaultdict(list)
         for binding in block.bindings:
-            for operand in _variables(binding.value):
+            for operand in variables(binding.value):
                 self.users[operand].append((binding.var, binding.value))
         self.added = {}
         self.parameters = {v.name: v for v in func.params[num_inputs(func):]}

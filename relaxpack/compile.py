@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ import numpy as np
 
 import relaxpack
 from relaxpack import tvm_setup
-from relaxpack.dist.bundle import Bundle, BundleWriter
+from relaxpack.dist.bundle import BundleWriter
 from relaxpack.dist.canary import CANARY, CanarySet, tolerance
 from relaxpack.dist.compat import reasons_against
 from relaxpack.dist.host import detect_host
@@ -281,7 +280,7 @@ def _weight_bytes(checkpoint: Checkpoint, formats: Mapping[str, WeightFormat]) -
 
 
 def _parameter_bytes(lowered: Lowered) -> int:
-    return sum(int(np.prod(p.shape)) * np.dtype(_stored(p.dtype)).itemsize for p in lowered.parameters)
+    return sum(p.bytes for p in lowered.parameters)
 
 
 def _export(lowered: Lowered, library: Path) -> None:
@@ -291,10 +290,6 @@ def _export(lowered: Lowered, library: Path) -> None:
     except (RuntimeError, ValueError, FileNotFoundError) as error:
         raise CompileError(f"linking {library.name} failed: "
                            f"{(str(error).strip().splitlines() or [type(error).__name__])[-1]}") from error
-
-
-def _stored(dtype: str) -> str:
-    return "uint16" if dtype == "bfloat16" else dtype
 
 
 def _write_text_members(writer: BundleWriter, checkpoint: Checkpoint, lowered: Lowered) -> None:
@@ -357,8 +352,7 @@ def _manifest(checkpoint: Checkpoint, info: ModelInfo, spec: TargetSpec, lowered
               options: BuildOptions) -> Manifest:
     stored: Counter[str] = Counter()
     for p in lowered.parameters:
-        size = int(np.prod(p.shape)) * np.dtype(_stored(p.dtype)).itemsize
-        stored[p.recipe.format if isinstance(p.recipe, Pack) else "f32"] += size
+        stored[p.recipe.format if isinstance(p.recipe, Pack) else "f32"] += p.bytes
     compiler = {"apache-tvm": tvm_setup.TVM_VERSION}
     source = checkpoint.source.to_json()
     digest = sha256_bytes(canonical_json({"source": source, "tensors": {
@@ -368,12 +362,3 @@ def _manifest(checkpoint: Checkpoint, info: ModelInfo, spec: TargetSpec, lowered
     return Manifest(relaxpack.__version__, key, info, WeightsSummary(dict(sorted(stored.items()))),
                     (_target_entry(spec, lowered),), compiler,
                     source, options.to_json())
-
-
-def explain(bundle: Bundle) -> dict[str, Any]:
-    """`explain.json` of a bundle."""
-    data = json.loads(bundle.read("explain.json"))
-    assert isinstance(data, dict)
-    return data
-
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from relaxpack.errors import UsageError
 
@@ -17,12 +16,6 @@ def num_threads() -> int:
     if not (value.isascii() and value.isdigit() and int(value) >= 1):
         raise UsageError(f"RELAXPACK_NUM_THREADS={value!r}: expected a positive integer")
     return min(int(value), cores)
-
-
-def cache_dir() -> Path:
-    """RELAXPACK_CACHE: where built bundles and stores live; default: $XDG_CACHE_HOME/relaxpack."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("RELAXPACK_CACHE") or Path(base) / "relaxpack")
 
 
 def api_key() -> str | None:

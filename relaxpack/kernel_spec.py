@@ -73,7 +73,6 @@ class EmbeddingSpec:
     hidden_size: int
     weight: WeightFormat
     activation_dtype: str
-    tied_to_linear: bool         # True: the table is also the head's weight and comes in the head's layout
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack import reproducer
+from relaxpack.dist.params import numpy_dtype
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, KernelProvider
 from relaxpack.passes.config import PipelineConfig
@@ -39,6 +41,10 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: str
     recipe: Recipe
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
 
 @dataclass

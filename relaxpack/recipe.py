@@ -1,5 +1,5 @@
 """How a parameter of the compiled functions is made from checkpoint tensors. Passes write recipes, `weights.py`
-executes them as a stream. A recipe is a small tree: a checkpoint tensor, rows stacked, a cast, or a packing for a kernel.
+executes them as a stream. A recipe is a small tree: a checkpoint tensor, rows stacked, or a packing for a kernel.
 """
 
 from __future__ import annotations
@@ -22,12 +22,6 @@ class Concat:
 
 
 @dataclass(frozen=True)
-class Cast:
-    dtype: str
-    of: Recipe
-
-
-@dataclass(frozen=True)
 class Pack:
     """One buffer (`suffix`) of the packed form of a weight `[out_features, in_features]` in weight format `format`,
     laid out as the target's kernels want it. All buffers of one weight share everything but `suffix`."""
@@ -40,7 +34,7 @@ class Pack:
     of: Recipe
 
 
-Recipe = FromCheckpoint | Concat | Cast | Pack
+Recipe = FromCheckpoint | Concat | Pack
 
 
 def checkpoint_tensors(recipe: Recipe) -> list[str]:
@@ -57,8 +51,6 @@ def to_json(recipe: Recipe) -> dict[str, Any]:
         return {"tensor": recipe.tensor}
     if isinstance(recipe, Concat):
         return {"concat": [to_json(part) for part in recipe.parts]}
-    if isinstance(recipe, Cast):
-        return {"cast": recipe.dtype, "of": to_json(recipe.of)}
     return {"pack": recipe.format, "shape": [recipe.out_features, recipe.in_features], "swiglu": recipe.swiglu,
             "suffix": recipe.suffix, "of": to_json(recipe.of)}
 
@@ -68,8 +60,6 @@ def from_json(data: dict[str, Any]) -> Recipe:
         return FromCheckpoint(data["tensor"])
     if "concat" in data:
         return Concat(tuple(from_json(part) for part in data["concat"]))
-    if "cast" in data:
-        return Cast(data["cast"], from_json(data["of"]))
     n, k = data["shape"]
     return Pack(data["pack"], n, k, data["swiglu"], data["suffix"], from_json(data["of"]))
 

@@ -11,7 +11,6 @@ A runtime-only TVM (no libtvm_compiler.so) works through the same door; see `run
 
 from __future__ import annotations
 
-import ctypes
 import importlib.abc
 import importlib.metadata
 import importlib.util
@@ -104,20 +103,17 @@ def load_cuda_runtime() -> bool:
 
     if not tvm.base._RUNTIME_ONLY:
         return tvm.get_global_func("device_api.cuda", allow_missing=True) is not None
-    import tvm_ffi
-
     try:
-        tvm_ffi.libinfo.load_lib_ctypes("tvm", "tvm_runtime_cuda", "RTLD_LOCAL",
-                                        extra_lib_paths=tvm.libinfo.package_lib_paths())
+        load_cuda_library()
     except (OSError, RuntimeError):
         return False
     return True
 
 
-def preload(library: str) -> bool:
-    """Load a shared library globally by soname; False if the system does not have it."""
-    try:
-        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-    except OSError:
-        return False
-    return True
+def load_cuda_library() -> None:
+    """Load TVM's CUDA runtime library now; OSError or RuntimeError where the driver or libcudart is missing."""
+    import tvm
+    import tvm_ffi
+
+    tvm_ffi.libinfo.load_lib_ctypes("tvm", "tvm_runtime_cuda", "RTLD_LOCAL",
+                                    extra_lib_paths=tvm.libinfo.package_lib_paths())

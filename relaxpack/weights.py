@@ -11,8 +11,8 @@ import numpy as np
 
 from relaxpack.errors import UsageError
 from relaxpack.kernel_spec import KernelProvider
-from relaxpack.recipe import Cast, Concat, FromCheckpoint, Pack, Recipe
-from relaxpack.relax_models.quantize import quantize
+from relaxpack.recipe import Concat, FromCheckpoint, Pack, Recipe
+from relaxpack.relax_models.quantize import WEIGHT_CHOICES, quantize
 from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _choose(name: str, shape: tuple[int, ...], stored: WeightFormat, weights: st
     if weights in FORMATS:
         return FORMATS[weights]
     table = name in ("model.embed_tokens.weight", "lm_head.weight")
-    wanted = FORMATS["q8_0" if weights == "q8" or table else "q4_1"]
+    wanted = WEIGHT_CHOICES["q8" if weights == "q8" or table else "q4"]
     if stored.quantized and (stored.bits == wanted.bits or stored.bits < wanted.bits):
         return stored
     return wanted if shape[1] % wanted.group_size == 0 else FORMATS["f16"]
@@ -103,7 +103,4 @@ class ParameterMaker:
             return weight if wanted is None else convert(weight, wanted)
         if isinstance(recipe, Concat):
             return _concat([self._weight(part, wanted) for part in recipe.parts])
-        if isinstance(recipe, Cast):
-            weight = self._weight(recipe.of, None)
-            return _as_float(weight.dequantize() if isinstance(weight, QuantizedTensor) else weight, recipe.dtype)
         raise TypeError(f"a packed weight inside a recipe: {recipe}")

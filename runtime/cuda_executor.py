@@ -10,12 +10,9 @@ import numpy as np
 
 from relaxpack.runtime.cuda_model_runner import CudaModelRunner, SampledTokens
 from relaxpack.runtime.executor import HostExecutor
-from relaxpack.runtime.sampler import SamplingState, TokenLogprobs
+from relaxpack.runtime.sampler import NOT_FINITE, SamplingState, TokenLogprobs
 from relaxpack.runtime.step_inputs import Arrays
 from relaxpack.runtime.step_plan import StepHandle, StepPlan, StepResult, StepSampling
-
-_NOT_FINITE = ("the model returned logits that are not finite; its activations overflowed or its weights are damaged "
-               "(run `relaxpack verify` on the bundle)")
 
 
 def samples_on_device(state: SamplingState) -> bool:
@@ -76,7 +73,7 @@ class _Handle:
     def result(self) -> StepResult:
         token_ids, logprobs = self._tokens.result()
         result = StepResult(token_ids)
-        result.errors = {i: _NOT_FINITE for i, token in enumerate(token_ids) if token < 0}
+        result.errors = {i: NOT_FINITE for i, token in enumerate(token_ids) if token < 0}
         if any(s.params.logprobs is not None for s in self._states):
             result.logprobs = [
                 TokenLogprobs(token, logprob, ()) if s.params.logprobs is not None else None

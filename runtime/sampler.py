@@ -18,6 +18,8 @@ from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.step_plan import PromptScore, StepResult
 from relaxpack.runtime.token_filters import FilterBatch, draw_filtered, top_candidates
 
+NOT_FINITE = ("the model returned logits that are not finite; its activations overflowed or its weights are damaged "
+              "(run `relaxpack verify` on the bundle)")
 _CACHED_LOGITS = 1 << 19    # logits edited at once: 2 MiB, so that the passes over them stay in cache
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -160,8 +162,7 @@ def sample(
         for i in np.flatnonzero(empty).tolist():
             result.errors[part[i]] = "no token is allowed here: the grammar, bans and biases exclude all of them"
     for i in np.flatnonzero(failed).tolist():
-        result.errors[i] = ("the model returned logits that are not finite; its activations overflowed or its "
-                                 "weights are damaged (run `relaxpack verify` on the bundle)")
+        result.errors[i] = NOT_FINITE
     result.token_ids = token_ids.tolist()
     for i in result.errors:
         result.token_ids[i] = -1

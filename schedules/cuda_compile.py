@@ -200,11 +200,9 @@ def _install_stub() -> str:
         raise EnvironmentProblem("libcudart.so.13 was not found: install the CUDA 13 toolkit or pip install "
                                  "nvidia-cuda-runtime")
     if "tvm" in sys.modules:  # it looked for the driver when it was imported; look again
-        import tvm
-        import tvm_ffi
+        from relaxpack.tvm_setup import load_cuda_library
 
-        tvm_ffi.libinfo.load_lib_ctypes("tvm", "tvm_runtime_cuda", "RTLD_LOCAL",
-                                        extra_lib_paths=tvm.libinfo.package_lib_paths())
+        load_cuda_library()
     return "stub"
 
 

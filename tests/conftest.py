@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,14 +16,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason=f"no NVIDIA GPU: {cuda_driver().problem or 'the driver shows none'}")
         for item in gpu_items:
             item.add_marker(skip)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing a test builds is found by another test or left in the user's cache."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("RELAXPACK_CACHE", str(folder))
-    return folder
 
 
 @pytest.fixture(autouse=True)

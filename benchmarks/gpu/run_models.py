@@ -290,7 +290,6 @@ def main() -> None:
                                      description["buckets"], num_pages=4096)
     result["graph_equals_eager"] = graph_equals_eager(runner, plain_launches)
     print("graph equals eager", result["graph_equals_eager"], flush=True)
-    begin = time.perf_counter()
     result["eager_decode_ms"] = {b: round(time_decode(plain_launches, b, 512), 3) for b in (1, 8)}
     print("decode without graphs, ms", result["eager_decode_ms"], flush=True)
     del plain_launches

@@ -192,7 +192,7 @@ def test_embedding_reads_the_linear_layout(float_kernels: CpuKernels, name: str)
     table = random_weight(fmt, 75, 96)
     packed = float_kernels.pack(float_kernels.weight_layout(fmt, 75, 96, False), table)[""]
     ids = np.array([0, 74, 31, 32, 16, 15, 47, 48, 3, 74, 1], "int32")
-    kernel = float_kernels.embedding(EmbeddingSpec(75, 96, fmt, "float32", True))
+    kernel = float_kernels.embedding(EmbeddingSpec(75, 96, fmt, "float32"))
     y, = run(float_kernels, kernel, {"token_ids": ids, "weight": packed}, {"y": (len(ids), 96)})
     np.testing.assert_allclose(y, exact(table, fmt)[ids], rtol=3e-6, atol=3e-6)
 

@@ -135,7 +135,7 @@ def test_embedding_clamps_bad_ids(rng, name):
     packed = pack(weight_layout(fmt, vocab, hidden, False), weight)
     buffers = packed if fmt.quantized else {"table": packed[""]}
     y = case.poisoned((len(ids), hidden), "bfloat16")
-    case.emulate(embedding(EmbeddingSpec(vocab, hidden, fmt, "bfloat16", True)), (len(ids),), 32, ids=ids, **buffers, y=y,
+    case.emulate(embedding(EmbeddingSpec(vocab, hidden, fmt, "bfloat16")), (len(ids),), 32, ids=ids, **buffers, y=y,
                  t=len(ids))
     expected = plain[np.clip(ids, 0, vocab - 1)]
     assert np.all(np.abs(y.astype(np.float32) - expected) <= np.abs(expected) * 2.0**-8 + 1e-9)

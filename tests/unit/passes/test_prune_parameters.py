@@ -5,7 +5,7 @@ from __future__ import annotations
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.passes.prune_parameters import PruneParameters
 from relaxpack.passes.rewrite import with_recipes
-from relaxpack.recipe import Cast, FromCheckpoint
+from relaxpack.recipe import Concat, FromCheckpoint
 from tests.helpers.ir import check_declines, check_pass
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -52,7 +52,7 @@ def test_dead_ones_go_and_all_functions_take_the_rest_in_order():
                 R.output(y)
             return y
 
-    kept = Cast("float32", FromCheckpoint("there"))
+    kept = Concat((FromCheckpoint("there"), FromCheckpoint("here")))
     check_pass(with_recipes(Before, {"w": kept, "dead": FromCheckpoint("gone")}), PruneParameters, Expected, {"w": kept})
 
 

@@ -54,7 +54,7 @@ def test_buffers_are_named_in_parameter_order() -> None:
     full = dataclasses.replace(LINEAR, bias=True, residual=True)
     answers = {
         "linear": (k.linear(full), ("x", "weight", "bias", "residual"), ("y",)),
-        "embedding": (k.embedding(EmbeddingSpec(64, 64, FORMATS["q8_0"], "float32", True)), ("token_ids", "weight"), ("y",)),
+        "embedding": (k.embedding(EmbeddingSpec(64, 64, FORMATS["q8_0"], "float32")), ("token_ids", "weight"), ("y",)),
         "norm": (k.norm(NormSpec(64, 1e-5, "float32", True)), ("x", "residual", "weight"), ("total", "y")),
         "rope": (k.rope_append(dataclasses.replace(ATTENTION, qk_norm_epsilon=1e-6)),
                  ("qkv", "rope_table", "positions", "slots", "q_norm", "k_norm", "pages", "layer"), ("q",)),
