@@ -131,11 +131,6 @@ class CudaModelRunner:
         cuda_memory.synchronize()
         self.graph_steps.clear()
 
-    def read_pages(self, page_ids: Sequence[int]) -> np.ndarray:
-        """Copies of pages, [n, layers, 2, kv_heads, page_size, head_dim], 16-bit floats as their bits."""
-        pages = self._pages._create_view(self._pages.shape, "uint16").numpy()
-        return np.ascontiguousarray(pages[:, page_ids].swapaxes(0, 1))
-
     # -- one step -------------------------------------------------------------------------------------------------
 
     def decode(self, sequences: Sequence[SequenceStep], fill_sampling: FillSampling | None = None,
