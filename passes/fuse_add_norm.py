@@ -34,8 +34,7 @@ class _Rewriter(FunctionRewriter):
         return None
 
     def _add(self, call: Any) -> Any | None:
-        total = next(v for v, value in self.definitions.items() if value.same_as(call))
-        norms = [value for _, value in self.users[total] if is_op(value, "relax.nn.rms_norm")]
+        norms = [value for _, value in self.users[self.variable_of(call)] if is_op(value, "relax.nn.rms_norm")]
         if len(norms) != 1 or self.is_parameter(call.args[1]):
             return None
         both = self.emit(placeholder(

@@ -52,14 +52,12 @@ class _Rewriter(FunctionRewriter):
 
     def _feeds_swiglu(self, permute: Any) -> bool:
         """True if the matmul over this weight is split into gate and up."""
-        var = next(v for v, value in self.definitions.items() if value.same_as(permute))
-        follow = [user for _, value in self.users[var] for user in [value] if is_op(user, "relax.matmul")]
+        follow = [var for var, value in self.users[self.variable_of(permute)] if is_op(value, "relax.matmul")]
         while len(follow) == 1:
-            (result,) = [v for v, value in self.definitions.items() if value.same_as(follow[0])]
-            if any(is_op(value, "relax.split") for _, value in self.users[result]):
+            users = self.users[follow[0]]
+            if any(is_op(value, "relax.split") for _, value in users):
                 return True
-            follow = [value for _, value in self.users[result] if is_op(value, "relax.add")
-                      and self.is_parameter(value.args[1])]
+            follow = [var for var, value in users if is_op(value, "relax.add") and self.is_parameter(value.args[1])]
         return False
 
 

@@ -120,6 +120,10 @@ class FunctionRewriter(PyExprMutator):
         """What the old function binds to a variable; the expression itself if it is none."""
         return self.definitions.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
+    def variable_of(self, value: Any) -> Any:
+        """The variable that the old function binds to this very expression."""
+        return next(var for var, bound in self.definitions.items() if bound.same_as(value))
+
     def new(self, expr: Any) -> Any:
         return self.visit_expr(expr)
 
