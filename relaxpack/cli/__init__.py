@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import gc
 import importlib
 import importlib.util
 import io
@@ -96,15 +97,14 @@ def group() -> None:
 def run(args: Sequence[str] | None = None) -> int:
     """Run one command line and answer its exit code."""
     _repair_streams()
+    result, interrupted = None, False
     try:
         result = group.main(args=None if args is None else list(args), prog_name="relaxpack", standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:
         return _say(_usage(error), error.exit_code)
     except (_Interrupted, click.Abort, KeyboardInterrupt):
-        if sys.stderr.isatty():
-            print(file=sys.stderr)           # the terminal has shown ^C in this line
-        return _say("interrupted", INTERRUPTED)
+        interrupted = True                   # said below: what the error still holds may write a line when it goes
     except RelaxpackError as error:
         return _say(str(error), error.exit_code)
     except BrokenPipeError:
@@ -120,6 +120,11 @@ def run(args: Sequence[str] | None = None) -> int:
         _discard_output()
         where = f": {error.filename}" if error.filename is not None else ""
         return _say(f"the system refused: {error.strerror}{where}", EnvironmentProblem.exit_code)
+    if interrupted:
+        gc.collect()
+        if sys.stderr.isatty():
+            print(file=sys.stderr)           # the terminal has shown ^C in this line
+        return _say("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
 
 
