@@ -181,9 +181,12 @@ def _add_page(app: FastAPI) -> None:
 
         def page(content: bytes = content, kind: str = kind) -> Response:
             return Response(content, media_type=kind, headers=_PAGE_HEADERS)
-        path = "/" if item.name == "index.html" else f"/static/{item.name}"
-        # A closure's default arguments would look like query parameters to FastAPI.
-        app.add_route(path, _without_parameters(page), methods=["GET", "HEAD"], include_in_schema=False)
+        paths = ["/"] if item.name == "index.html" else [f"/static/{item.name}"]
+        if item.name == "favicon.svg":
+            paths.append("/favicon.ico")   # where a browser looks on pages that name none: /docs, /health
+        for path in paths:
+            # A closure's default arguments would look like query parameters to FastAPI.
+            app.add_route(path, _without_parameters(page), methods=["GET", "HEAD"], include_in_schema=False)
 
 
 def _without_parameters(page: Callable[[], Response]) -> Callable[[Request], Any]:

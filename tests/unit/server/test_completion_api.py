@@ -164,5 +164,6 @@ def test_the_page_and_its_files_are_served_with_a_strict_policy(hash_client):
     for name, kind in (("app.js", "javascript"), ("chat.css", "css"), ("favicon.svg", "svg")):
         file = hash_client.get(f"/static/{name}")
         assert file.status_code == 200 and kind in file.headers["content-type"]
+    assert hash_client.get("/favicon.ico").content == file.content
     assert "http://" not in page.text and "https://" not in page.text       # nothing from elsewhere
     assert hash_client.get("/static/../app.py").status_code == 404
