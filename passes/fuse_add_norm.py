@@ -11,10 +11,9 @@ from typing import Any
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.passes.rewrite import FunctionRewriter, is_op, placeholder
+from relaxpack.placeholders import ADD_RMS_NORM, RMS_NORM
 from tvm import relax
 from tvm.relax.expr_functor import mutator
-
-RMS_NORM, ADD_RMS_NORM = "relaxpack.rms_norm", "relaxpack.add_rms_norm"
 
 
 @mutator

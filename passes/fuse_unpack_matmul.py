@@ -16,12 +16,10 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.passes.pack_weights import UNPACK
 from relaxpack.passes.rewrite import FunctionRewriter, is_op, operands_of, placeholder, placeholder_name
+from relaxpack.placeholders import EMBEDDING, LINEAR, UNPACK
 from tvm import relax
 from tvm.relax.expr_functor import mutator
-
-LINEAR, EMBEDDING = "relaxpack.linear", "relaxpack.embedding"
 
 
 @mutator

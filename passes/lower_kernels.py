@@ -25,18 +25,23 @@ from relaxpack.kernel_spec import (
     SamplingSpec,
     Stage,
 )
-from relaxpack.passes.fuse_add_norm import ADD_RMS_NORM, RMS_NORM
-from relaxpack.passes.fuse_unpack_matmul import EMBEDDING, LINEAR
 from relaxpack.passes.memory_plan import OVERWRITES
 from relaxpack.passes.rewrite import FunctionRewriter, operands_of, placeholder_name
 from relaxpack.passes.step_table import OPERATIONS
+from relaxpack.placeholders import (
+    ADD_RMS_NORM,
+    DECODE_ATTENTION,
+    EMBEDDING,
+    LINEAR,
+    PREFILL_ATTENTION,
+    RMS_NORM,
+    SAMPLE,
+)
 from relaxpack.weight_format import FORMATS
 from tvm import relax
 from tvm.relax.expr_functor import mutator
 
 KERNELS = "relaxpack.kernels"
-PREFILL_ATTENTION, DECODE_ATTENTION = "relaxpack.prefill_attention", "relaxpack.decode_attention"
-SAMPLE = "relaxpack.sample"
 
 
 @mutator

@@ -14,12 +14,11 @@ import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.kernel_spec import KernelProvider
 from relaxpack.passes.rewrite import FunctionRewriter, is_op, placeholder
+from relaxpack.placeholders import UNPACK
 from relaxpack.recipe import Pack, checkpoint_tensors
 from relaxpack.weight_format import WeightFormat
 from tvm import relax
 from tvm.relax.expr_functor import mutator
-
-UNPACK = "relaxpack.unpack"
 
 
 @mutator

@@ -16,6 +16,7 @@ import tvm
 from relaxpack.errors import CompileError
 from relaxpack.passes.rewrite import exported_functions, is_op, num_inputs, placeholder_name
 from relaxpack.passes.schedule_rest import SOURCE
+from relaxpack.placeholders import UNPACK
 from tvm import relax
 
 # What may stand beside kernel calls after lowering; none of it computes anything.
@@ -26,7 +27,7 @@ def _complaint(phase: str, value: Any, parameters: set[Any]) -> str | None:
     if phase in ("weights", "fuse", "lower") and is_op(value, "relax.permute_dims") and value.args[0] in parameters:
         return "a weight is transposed at run time"
     if phase in ("fuse", "lower"):
-        if placeholder_name(value) == "relaxpack.unpack":
+        if placeholder_name(value) == UNPACK:
             return "a weight is unpacked on its own"
         if is_op(value, "relax.matmul"):
             return "a matmul has no kernel"

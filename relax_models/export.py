@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.placeholders import DECODE_ATTENTION, PREFILL_ATTENTION
 from relaxpack.relax_models import ops
 from relaxpack.relax_models.config import ModelConfig
 from relaxpack.relax_models.decoder import Decoder, StepInputs
@@ -76,7 +77,7 @@ class _Exporter:
 
         def body(graph: ops.Graph) -> ops.Expr:
             integers = [self._rope_table(graph), positions, slots, page_table, query_start, lengths]
-            return decoder(graph, StepInputs(token_ids, pages, integers, ops.PREFILL_ATTENTION, logit_rows))
+            return decoder(graph, StepInputs(token_ids, pages, integers, PREFILL_ATTENTION, logit_rows))
 
         self._function("prefill", inputs, bounds, decoder, body)
 
@@ -95,7 +96,7 @@ class _Exporter:
         def body(graph: ops.Graph) -> ops.Expr:
             ids = graph.next_token_ids(token_ids, source, previous) if self.device_sampling else token_ids
             integers = [self._rope_table(graph), positions, slots, page_table, lengths]
-            logits = decoder(graph, StepInputs(ids, pages, integers, ops.DECODE_ATTENTION, None))
+            logits = decoder(graph, StepInputs(ids, pages, integers, DECODE_ATTENTION, None))
             return relax.Tuple([logits, *graph.sample(logits, *sampling)]) if self.device_sampling else logits
 
         self._function("decode", [*inputs, pages], {"t": self.limits.max_batch}, decoder, body)

@@ -9,12 +9,8 @@ from typing import Any
 import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
+from relaxpack.placeholders import SAMPLE
 from tvm import relax, te, tirx
-
-# A placeholder op is a `call_dps_packed` of one of these names; `passes/lower_kernels.py` replaces it.
-PREFILL_ATTENTION = "relaxpack.prefill_attention"
-DECODE_ATTENTION = "relaxpack.decode_attention"
-SAMPLE = "relaxpack.sample"
 
 Expr = Any  # tvm.relax.Expr; TVM is untyped
 

@@ -1,0 +1,16 @@
+"""Names of the placeholder operations: calls that say what is computed, until `passes/lower_kernels.py` puts kernels in
+their place. A placeholder is a `relax.call_dps_packed` of one of these names; operands stand where it is made.
+"""
+
+from __future__ import annotations
+
+# Written by models: no Relax operation says these.
+PREFILL_ATTENTION = "relaxpack.prefill_attention"
+DECODE_ATTENTION = "relaxpack.decode_attention"
+SAMPLE = "relaxpack.sample"
+# Made by passes out of Relax operations.
+UNPACK = "relaxpack.unpack"                # packed buffers → float weight; never lowered, fusion removes it
+LINEAR = "relaxpack.linear"                # with "+bias", "+swiglu" behind it
+EMBEDDING = "relaxpack.embedding"
+RMS_NORM = "relaxpack.rms_norm"
+ADD_RMS_NORM = "relaxpack.add_rms_norm"
