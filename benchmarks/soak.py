@@ -1,6 +1,6 @@
 """Clients that come, go and hang up for as long as you like: the server's memory must stay flat and nothing may get stuck.
 
-    python benchmarks/soak.py --bundle build/smollm2.bundle --minutes 30
+    python benchmarks/soak.py --bundle build/smollm2.bundle --minutes 30 --out benchmarks/results/soak-$(date +%F).json
 
 Exits with 1 and says why if memory after the first fifth grows by more than 5 %, or a request or a page is left over.
 """
@@ -14,9 +14,12 @@ import random
 import sys
 import time
 import urllib.request
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from relaxpack.bench.load import served_bundle
+from relaxpack.bench.report import environment
 
 _GROWTH = 1.05
 
@@ -74,19 +77,27 @@ def main() -> None:
     parser.add_argument("--bundle", required=True)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=40)
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     problems: list[str] = []
     memory: list[float] = []
+    parts: list[dict[str, Any]] = []
     # Few pages, so that all of them have been touched before memory is compared, and eviction never stops.
     with served_bundle(arguments.bundle, ["--num-pages", "256"]) as url:
         for part in range(10):
             crowd = Crowd(url, part)
+            before, began = metrics(url), time.monotonic()
             asyncio.run(crowd.run(arguments.clients, time.monotonic() + arguments.minutes * 6))
+            seconds = time.monotonic() - began
             time.sleep(2)
             now = metrics(url)
             memory.append(now["process_resident_memory_bytes"] / 1e6)
+            cores = (now["process_cpu_seconds_total"] - before["process_cpu_seconds_total"]) / seconds
+            parts.append({"seconds": seconds, "requests": crowd.sent, "left_early": crowd.left, "unanswered": crowd.bad,
+                          "memory_mb": memory[-1], "open_files": int(now["process_open_fds"]), "server_cores": cores,
+                          "preemptions": int(now["relaxpack_preemptions_total"])})
             print(f"{part + 1}/10: {crowd.sent} requests, {crowd.left} left early, {memory[-1]:.1f} MB, "
-                  f"{now['process_open_fds']:.0f} files open", flush=True)
+                  f"{now['process_open_fds']:.0f} files open, the server used {cores:.2f} cores", flush=True)
             left = {name: now[name] for name in ("relaxpack_running", "relaxpack_waiting", "relaxpack_pages_held",
                                                  "relaxpack_http_in_flight") if now[name]}
             if left:
@@ -95,6 +106,10 @@ def main() -> None:
                 problems.append(f"{crowd.bad} requests of part {part + 1} were not answered")
     if memory[-1] > _GROWTH * memory[1]:
         problems.append(f"memory grew from {memory[1]:.1f} to {memory[-1]:.1f} MB")
+    if arguments.out is not None:
+        result = {"clients": arguments.clients, "minutes": arguments.minutes, "parts": parts, "problems": problems,
+                  "environment": environment()}
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     sys.exit("; ".join(problems) or 0)
 
 
