@@ -15,7 +15,7 @@ import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, Stage
 from relaxpack.schedules.kernels.cuda import attention_prefill_hopper as hopper
-from relaxpack.schedules.kernels.cuda.attention_decode import LIMITS, row_chunks
+from relaxpack.schedules.kernels.cuda.attention_decode_tuning import LIMITS, row_chunks
 from relaxpack.schedules.kernels.cuda.fragments import (
     COMMIT,
     COPY16,

@@ -12,10 +12,13 @@ import pytest
 
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, SamplingSpec
-from relaxpack.schedules.kernels.cuda import attention_decode, attention_prefill, rope_append, sampling
-from relaxpack.schedules.kernels.cuda.attention_decode import DecodeTuning, decode_attention
+from relaxpack.schedules.kernels.cuda import attention_prefill, rope_append, sampling_pick, sampling_scan
+from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
+from relaxpack.schedules.kernels.cuda.attention_decode_merge import MERGE_WARPS
+from relaxpack.schedules.kernels.cuda.attention_decode_tuning import LIMITS, DecodeTuning, default_tuning, shared_bytes
 from relaxpack.schedules.kernels.cuda.attention_prefill import PrefillTuning, prefill_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import HopperTuning
+from relaxpack.schedules.kernels.cuda.sampling import sample
 from tests.helpers import cuda_harness as harness
 from tests.helpers import sampling_case
 from tests.helpers.attention_case import (
@@ -58,7 +61,7 @@ def decode_error(s: AttentionSpec, lengths: list[int], tuning: DecodeTuning, mag
     case = make_case(s, lengths, magnitude=magnitude)
     y = np.full_like(case.q, NAN_BITS[s.activation_dtype])
     emulate(decode_attention(s, tuning=tuning), [(tuning.blocks,), (s.num_heads // s.num_kv_heads, tuning.blocks)],
-            [tuning.warps * 32, attention_decode.MERGE_WARPS * 32], {**inputs(case), "y": y},
+            [tuning.warps * 32, MERGE_WARPS * 32], {**inputs(case), "y": y},
             {"t": len(lengths), "p": case.num_pages, "layer": case.layer})
     return relative_error(from_bits(y, s.activation_dtype), reference(case))
 
@@ -175,8 +178,8 @@ def test_sampling_equals_float64_reference(vocab: int, constrained: bool) -> Non
     bits = rng.integers(-2**31, 2**31, (b, -(-vocab // 32))).astype(np.int32)
     before = counts.copy()
     tokens, logprobs = np.full(b, -9, np.int32), np.full(b, np.nan, np.float32)
-    kernel = sampling.sample(SamplingSpec(vocab, constrained))
-    emulate(kernel, [(sampling.scan_blocks(vocab), b), (b,)], [sampling.SCAN_THREADS, sampling.THREADS],
+    kernel = sample(SamplingSpec(vocab, constrained))
+    emulate(kernel, [(sampling_scan.scan_blocks(vocab), b), (b,)], [sampling_scan.SCAN_THREADS, sampling_pick.THREADS],
             {"logits": logits, "settings": settings, "counters": counters, "counts": counts, "allowed": bits,
              "token_ids": tokens, "logprobs": logprobs}, {"b": b, "c": 4})
     drawn = np.zeros_like(counts)
@@ -198,7 +201,7 @@ KERNELS = {
     "decode_256": lambda arch: decode_attention(spec(8, 4, 256, 64, window=512), arch),
     "prefill": lambda arch: prefill_attention(spec(32, 8, 128), arch),
     "prefill_64": lambda arch: prefill_attention(spec(32, 8, 64, dtype="float16"), arch),
-    "sample": lambda arch: sampling.sample(SamplingSpec(128256), arch),
+    "sample": lambda arch: sample(SamplingSpec(128256), arch),
 }
 
 
@@ -214,13 +217,13 @@ def test_kernels_compile_without_local_memory(arch: str) -> None:
         assert kernel.registers <= 255
 
 
-@pytest.mark.parametrize("arch", sorted(attention_decode.LIMITS))
+@pytest.mark.parametrize("arch", sorted(LIMITS))
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_default_tunings_fit_shared_memory(arch: str, head_dim: int) -> None:
     s = spec(32, 8, head_dim)
-    limit = attention_decode.LIMITS[arch][0] * 1024
-    tuning = attention_decode.default_tuning(s, arch)
-    assert attention_decode.shared_bytes(s, tuning) <= limit
+    limit = LIMITS[arch][0] * 1024
+    tuning = default_tuning(s, arch)
+    assert shared_bytes(s, tuning) <= limit
     assert attention_prefill.shared_bytes(s, attention_prefill.default_tuning(s, arch)) <= limit
 
 

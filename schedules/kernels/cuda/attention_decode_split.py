@@ -1,0 +1,423 @@
+"""Stage one of the paged decode attention: every block takes its share of all (sequence, KV head, tile of keys).
+
+All query heads of a KV head are computed together on tensor cores with the operands swapped (keys are the rows:
+S' = K Q', O' = V' P'), so each key and value is read once. Each warp runs its own cp.async ring over its part of the
+tile and meets the others only where a (sequence, head) ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import relaxpack.tvm_setup  # noqa: F401
+from relaxpack.kernel_spec import AttentionSpec
+from relaxpack.schedules.kernels.cuda.attention_decode_tuning import DecodeTuning, head_columns, row_chunks
+from relaxpack.schedules.kernels.cuda.fragments import (
+    AWAIT,
+    COMMIT,
+    COPY16,
+    EXP2,
+    FULL_MASK,
+    LDMATRIX,
+    LDMATRIX_T,
+    LOG2_E,
+    NEG_BIG,
+    RELEASE,
+    WAIT,
+    mma,
+    pack,
+    shuffle,
+    shuffle_up,
+    shuffle_xor,
+)
+from tvm.script import tirx as T
+
+ROW, HEAD, TILE, LAST, LENGTH = range(5)        # a place in the order of work
+
+
+def _place(spec: AttentionSpec, tile_keys: int) -> tuple[Any, Any, Any]:
+    """first_tile(length), last_tile(length), tiles(length) as expressions over int32."""
+    window = spec.window
+
+    def first(length: Any) -> Any:
+        return T.max(length - window, 0) // tile_keys if window is not None else T.int32(0)
+
+    def last(length: Any) -> Any:
+        return (length + (tile_keys - 1)) // tile_keys
+
+    return first, last, lambda length: last(length) - first(length)
+
+
+def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool) -> Any:
+    D, H, KV, PS, MP, L = (spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.page_size, spec.max_pages,
+                           spec.num_layers)
+    G, WARPS, STAGES, BLOCKS, MT = H // KV, tuning.warps, tuning.stages, tuning.blocks, tuning.key_tiles
+    act, kv = spec.activation_dtype, spec.kv_dtype
+    THREADS, KEYS, TILE_KEYS = WARPS * 32, tuning.warp_keys, tuning.keys
+    NT, COLS = head_columns(spec) // 8, head_columns(spec)          # tiles of 8 query heads
+    CHUNKS, ROW_CHUNKS = D // 8, row_chunks(D)
+    PASSES, KS = KEYS * CHUNKS // 32, D // 16
+    SWIZZLE = CHUNKS % 8 == 0
+    WINDOWED, WINDOW = spec.window is not None, spec.window or 0
+    SCALE = spec.scale * LOG2_E
+    MMA, PACK_P, PACK_Y = mma(kv), pack(kv), pack(act)
+    # Page ids are fetched a tile ahead where every copy instruction of a warp stays within one page.
+    pass_rows = [(32 * i // CHUNKS, (32 * i + 31) // CHUNKS) for i in range(PASSES)]
+    AHEAD = (PS % KEYS == 0 or KEYS % PS == 0) and all(a // PS == b // PS for a, b in pass_rows)
+    PAGES = max(1, KEYS // PS) if AHEAD else PASSES
+    SLOT = 2 * KEYS * ROW_CHUNKS * 4                                 # f32 words of a warp's part of a stage
+    MS = D + 4 if COLS * (D + 4) <= SLOT else D                      # row stride there when outputs are merged
+    first_tile, last_tile, tiles = _place(spec, TILE_KEYS)
+    assert D % 16 == 0 and KEYS * CHUNKS % 32 == 0 and act == kv and COLS * MS <= SLOT
+
+    def chunk(row: Any, column: Any) -> Any:
+        return row * ROW_CHUNKS + (column ^ (row % 8) if SWIZZLE else column)
+
+    def page_slot(i: Any) -> Any:
+        if not AHEAD:
+            return i
+        return 32 * i // CHUNKS // PS if PAGES > 1 else 0
+
+    @T.prim_func
+    def decode_split(q_h: T.handle, layer: T.int64, pages_h: T.handle, page_table_h: T.handle, lengths_h: T.handle,
+                     y_h: T.handle, partial_h: T.handle, stats_h: T.handle, cuts_h: T.handle):
+        t = T.int64()
+        p = T.int64()
+        q = T.match_buffer(q_h, (t, H * D), act, align=16)
+        pages = T.match_buffer(pages_h, (L, p, 2, KV, PS, D), kv, align=16)
+        page_table = T.match_buffer(page_table_h, (t, MP), "int32")
+        lengths = T.match_buffer(lengths_h, (t,), "int32")
+        y = T.match_buffer(y_h, (t, H * D), act, align=16)
+        partial = T.match_buffer(partial_h, (2 * BLOCKS, G * D), "float32", align=16)
+        stats = T.match_buffer(stats_h, (2 * BLOCKS, 2, G), "float32")
+        cuts = T.match_buffer(cuts_h, (BLOCKS, 4), "int32", align=16)
+        T.device_entry()
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})         # else ptxas spills a little for more blocks
+        bx = T.cta_id([BLOCKS])
+        tx = T.thread_id([THREADS])
+        pool = T.SMEMPool()
+        ring = pool.alloc((WARPS, STAGES, 2, KEYS * ROW_CHUNKS, 8), kv, align=128)
+        warp_stats = pool.alloc((2, WARPS, COLS), "float32", align=16)
+        pool.move_base_to(0)
+        merge = pool.alloc((WARPS, STAGES, SLOT), "float32", align=128)      # the same bytes as the ring
+        pool.commit()
+
+        lane = T.meta_var(tx % 32)
+        warp = T.meta_var(tx // 32)
+        rows = T.meta_var(T.Cast("int32", t))
+        load_at = T.alloc_buffer((5,), "int32", scope="local")       # where the copies are
+        at = T.alloc_buffer((5,), "int32", scope="local")            # where the arithmetic is
+        score = T.alloc_buffer((MT, NT, 4), "float32", scope="local")
+        acc = T.alloc_buffer((KS, NT, 4), "float32", scope="local")
+        query = T.alloc_buffer((KS, NT, 2), "uint32", scope="local")
+        prob = T.alloc_buffer((MT, NT, 2), "uint32", scope="local")
+        frag = T.alloc_buffer((4,), "uint32", scope="local")
+        top = T.alloc_buffer((NT, 2), "float32", scope="local")      # running maximum, log2 units
+        total = T.alloc_buffer((NT, 2), "float32", scope="local")    # this lane's share of the running sum
+        page = T.alloc_buffer((PAGES,), "int32", scope="local")
+        factor: T.float32
+        value: T.float32
+        other: T.float32
+        peak: T.float32
+        count: T.int32
+        sum: T.int32
+        base: T.int32
+        work: T.int32
+        end: T.int32
+        share: T.int32
+        more: T.int32
+        load_work: T.int32
+        stage: T.int32
+        whole: T.int32
+        segment: T.int32
+        slot: T.int32
+        begin_tile: T.int32
+        cut_row: T.int32
+        cut_head: T.int32
+        cut_slot: T.int32
+        cut_count: T.int32
+
+        @T.inline
+        def scan():
+            # `count` becomes the tiles of row base + lane, `sum` their inclusive prefix within these 32 rows
+            count = 0
+            if base + lane < rows:
+                count = tiles(lengths[base + lane]) * KV
+            sum = count
+            for i in T.unroll(5):
+                slot = shuffle_up(sum, 1 << i)
+                if lane >= (1 << i):
+                    sum = sum + slot
+
+        @T.inline
+        def enter_row(place):
+            # skip rows without keys
+            place[LENGTH] = 0
+            while T.And(place[ROW] < rows, place[LENGTH] == 0):
+                place[LENGTH] = lengths[place[ROW]]
+                if place[LENGTH] == 0:
+                    place[ROW] = place[ROW] + 1
+            place[TILE] = first_tile(place[LENGTH])
+            place[LAST] = last_tile(place[LENGTH])
+
+        @T.inline
+        def advance(place):
+            place[TILE] = place[TILE] + 1
+            if place[TILE] == place[LAST]:
+                place[TILE] = first_tile(place[LENGTH])
+                place[HEAD] = place[HEAD] + 1
+                if place[HEAD] == KV:
+                    place[HEAD] = 0
+                    place[ROW] = place[ROW] + 1
+                    enter_row(place)
+
+        @T.inline
+        def find_pages():
+            if AHEAD:
+                for j in T.unroll(PAGES):
+                    base = load_at[TILE] * TILE_KEYS + warp * KEYS + j * PS
+                    page[j] = 0
+                    if T.And(load_work < end, base < load_at[LENGTH]):
+                        page[j] = page_table[load_at[ROW], base // PS]
+
+        @T.inline
+        def copy(into):
+            # this warp's keys and values of tile `load_at` → stage `into`; rows outside the range become zeros
+            base = load_at[TILE] * TILE_KEYS + warp * KEYS
+            if not AHEAD:
+                for i in T.unroll(PASSES):
+                    r = T.meta_var((lane + 32 * i) // CHUNKS)
+                    page[i] = 0
+                    if T.And(base + r < load_at[LENGTH], base + r >= load_at[LENGTH] - WINDOW if WINDOWED else T.bool(True)):
+                        page[i] = page_table[load_at[ROW], (base + r) // PS]
+            for i in T.unroll(PASSES):
+                r = T.meta_var((lane + 32 * i) // CHUNKS)
+                c = T.meta_var((lane + 32 * i) % CHUNKS)
+                live = T.meta_var(T.And(base + r < load_at[LENGTH],
+                                        base + r >= load_at[LENGTH] - WINDOW if WINDOWED else T.bool(True)))
+                bytes = T.meta_var(T.if_then_else(live, T.uint32(16), T.uint32(0)))
+                for j in T.unroll(2):
+                    T.ptx[COPY16](ring.ptr_to([warp, into, j, chunk(r, c), 0]),
+                                  pages.ptr_to([layer, T.Cast("int64", page[page_slot(i)]), j,
+                                                T.Cast("int64", load_at[HEAD]), T.Cast("int64", (base + r) % PS), c * 8]),
+                                  16, bytes)
+
+        @T.inline
+        def begin_segment():
+            for n in T.unroll(NT):
+                head = T.meta_var(n * 8 + lane // 4)
+                for k in T.unroll(KS):
+                    for j in T.unroll(2):
+                        query[k, n, j] = T.uint32(0)
+                if head < G:
+                    for k in T.unroll(KS):
+                        for j in T.unroll(2):
+                            T.ptx["ld.global.nc.b32"](query[k, n, j], q.ptr_to(
+                                [at[ROW], (at[HEAD] * G + head) * D + k * 16 + j * 8 + lane % 4 * 2]))
+                for j in T.unroll(2):
+                    top[n, j] = T.float32(NEG_BIG)
+                    total[n, j] = T.float32(0)
+                for k in T.unroll(KS):
+                    for j in T.unroll(4):
+                        acc[k, n, j] = T.float32(0)
+            begin_tile = at[TILE]
+
+        @T.inline
+        def compute(index):
+            base = at[TILE] * TILE_KEYS + warp * KEYS
+            for m in T.unroll(MT):
+                for n in T.unroll(NT):
+                    for j in T.unroll(4):
+                        score[m, n, j] = T.float32(0)
+                for k in T.unroll(KS):
+                    T.ptx[LDMATRIX](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
+                        [warp, index, 0, chunk(m * 16 + lane % 16, 2 * k + lane // 16), 0]))
+                    for n in T.unroll(NT):
+                        T.ptx[MMA](score[m, n, 0], score[m, n, 1], score[m, n, 2], score[m, n, 3],
+                                   frag[0], frag[1], frag[2], frag[3], query[k, n, 0], query[k, n, 1],
+                                   score[m, n, 0], score[m, n, 1], score[m, n, 2], score[m, n, 3])
+            for n in T.unroll(NT):
+                for m in T.unroll(MT):
+                    for j in T.unroll(4):
+                        key = T.meta_var(base + m * 16 + lane // 4 + j // 2 * 8)
+                        live = T.meta_var(T.And(key < at[LENGTH],
+                                                key >= at[LENGTH] - WINDOW if WINDOWED else T.bool(True)))
+                        score[m, n, j] = T.if_then_else(live, score[m, n, j] * T.float32(SCALE), T.float32("-inf"))
+                for j in T.unroll(2):
+                    peak = T.max(score[0, n, j], score[0, n, j + 2])
+                    for m in T.unroll(MT - 1):
+                        peak = T.max(peak, T.max(score[m + 1, n, j], score[m + 1, n, j + 2]))
+                    for i in T.unroll(3):
+                        peak = T.max(peak, shuffle_xor(peak, 4 << i))
+                    peak = T.max(peak, top[n, j])
+                    T.ptx[EXP2](factor, top[n, j] - peak)
+                    top[n, j] = peak
+                    total[n, j] = total[n, j] * factor
+                    for m in T.unroll(MT):
+                        for i in T.unroll(2):
+                            T.ptx[EXP2](score[m, n, 2 * i + j], score[m, n, 2 * i + j] - peak)
+                            total[n, j] = total[n, j] + score[m, n, 2 * i + j]
+                    for k in T.unroll(KS):
+                        for i in T.unroll(2):
+                            acc[k, n, 2 * i + j] = acc[k, n, 2 * i + j] * factor
+                for m in T.unroll(MT):
+                    for j in T.unroll(2):
+                        T.ptx[PACK_P](prob[m, n, j], score[m, n, 2 * j + 1], score[m, n, 2 * j])
+                        T.ptx["movmatrix.sync.aligned.m8n8.trans.b16"](prob[m, n, j], prob[m, n, j])
+            for m in T.unroll(MT):
+                for k in T.unroll(KS):
+                    T.ptx[LDMATRIX_T](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
+                        [warp, index, 1, chunk(m * 16 + lane % 8 + lane // 16 * 8, 2 * k + lane // 8 % 2), 0]))
+                    for n in T.unroll(NT):
+                        T.ptx[MMA](acc[k, n, 0], acc[k, n, 1], acc[k, n, 2], acc[k, n, 3],
+                                   frag[0], frag[1], frag[2], frag[3], prob[m, n, 0], prob[m, n, 1],
+                                   acc[k, n, 0], acc[k, n, 1], acc[k, n, 2], acc[k, n, 3])
+
+        @T.inline
+        def block_of(result, place):
+            # which block has this piece of work
+            if place < more * (share + 1):
+                result = place // (share + 1)
+            else:
+                result = more + (place - more * (share + 1)) // T.max(share, 1)
+
+        @T.inline
+        def end_segment(index):
+            # every warp leaves its output, maximum and sum; stage `index`, just consumed, has room for the output
+            for n in T.unroll(NT):
+                for j in T.unroll(2):
+                    for i in T.unroll(3):
+                        total[n, j] = total[n, j] + shuffle_xor(total[n, j], 4 << i)
+                    if lane < 4:
+                        warp_stats[0, warp, n * 8 + lane * 2 + j] = top[n, j]
+                        warp_stats[1, warp, n * 8 + lane * 2 + j] = total[n, j]
+                for k in T.unroll(KS):
+                    for j in T.unroll(4):
+                        merge[warp, index, (n * 8 + lane % 4 * 2 + j % 2) * MS + k * 16 + lane // 4 + j // 2 * 8] = (
+                            acc[k, n, j])
+            T.cuda.cta_sync()
+            whole = T.if_then_else(T.And(begin_tile == first_tile(at[LENGTH]), at[TILE] + 1 == at[LAST]), 1, 0)
+            slot = 2 * bx + segment
+            if T.And(whole == 0, begin_tile == first_tile(at[LENGTH])):
+                block_of(cut_count, work + at[LAST] - (at[TILE] + 1) - 1)
+                cut_count = cut_count - bx + 1
+                cut_row = at[ROW]
+                cut_head = at[HEAD]
+                cut_slot = slot
+            for i in T.unroll((G * D // 2 + THREADS - 1) // THREADS):
+                e = T.meta_var((tx + i * THREADS) * 2)
+                h = T.meta_var(e // D)
+                if e < G * D:
+                    peak = warp_stats[0, 0, h]
+                    for w in T.unroll(WARPS - 1):
+                        peak = T.max(peak, warp_stats[0, w + 1, h])
+                    factor = T.float32(0)
+                    value = T.float32(0)
+                    other = T.float32(0)
+                    for w in T.unroll(WARPS):
+                        T.ptx[EXP2](score[0, 0, 0], warp_stats[0, w, h] - peak)
+                        factor = factor + score[0, 0, 0] * warp_stats[1, w, h]
+                        value = value + score[0, 0, 0] * merge[w, index, h * MS + e % D]
+                        other = other + score[0, 0, 0] * merge[w, index, h * MS + e % D + 1]
+                    if whole == 1:
+                        T.ptx[PACK_Y](frag[0], other / factor, value / factor)
+                        T.ptx["st.global.b32"](y.ptr_to([at[ROW], at[HEAD] * (G * D) + e]), frag[0])
+                    else:
+                        partial[slot, e] = value
+                        partial[slot, e + 1] = other
+                        if e % D == 0:
+                            stats[slot, 0, h] = peak
+                            stats[slot, 1, h] = factor
+            T.cuda.cta_sync()
+            segment = 1
+
+        if early:
+            T.ptx[AWAIT]()
+            T.ptx[RELEASE]()
+        # find this block's share of the work
+        work = 0
+        base = 0
+        while base < rows:
+            scan()
+            work = work + shuffle(sum, 31)
+            base = base + 32
+        share = work // BLOCKS
+        more = work % BLOCKS
+        end = (bx + 1) * share + T.min(bx + 1, more)
+        work = bx * share + T.min(bx, more)
+        cut_count = 0
+        cut_row = 0
+        cut_head = 0
+        cut_slot = 0
+        if work < end:
+            at[ROW] = 0
+            at[TILE] = work
+            base = 0
+            segment = 0
+            while segment == 0:
+                if rows > 32:
+                    scan()
+                slot = shuffle(sum, 31)
+                if at[TILE] < slot:
+                    # the row is here: as many lanes lie before it as have an inclusive prefix not beyond the place
+                    at[ROW] = base + T.Cast("int32", T.popcount(
+                        T.cuda.ballot_sync(T.uint32(FULL_MASK), T.Cast("int32", sum <= at[TILE]))))
+                    at[TILE] = at[TILE] - shuffle(sum - count, at[ROW] - base)
+                    segment = 1
+                else:
+                    at[TILE] = at[TILE] - slot
+                    base = base + 32
+            at[LENGTH] = lengths[at[ROW]]
+            at[HEAD] = at[TILE] // tiles(at[LENGTH])
+            at[TILE] = first_tile(at[LENGTH]) + at[TILE] % tiles(at[LENGTH])
+            at[LAST] = last_tile(at[LENGTH])
+            segment = 0
+            for i in T.unroll(5):
+                load_at[i] = at[i]
+            load_work = work
+            find_pages()
+            for s in T.unroll(STAGES - 1):
+                if load_work < end:
+                    copy(s)
+                    load_work = load_work + 1
+                    advance(load_at)
+                    find_pages()
+                T.ptx[COMMIT]()
+            begin_segment()
+            stage = 0
+            while work < end:
+                T.ptx[WAIT](STAGES - 2)
+                T.cuda.warp_sync()
+                if load_work < end:
+                    copy((stage + (STAGES - 1)) % STAGES)
+                    load_work = load_work + 1
+                    advance(load_at)
+                    find_pages()
+                T.ptx[COMMIT]()
+                compute(stage)
+                work = work + 1
+                if T.Or(at[TILE] + 1 == at[LAST], work == end):
+                    T.cuda.warp_sync()
+                    end_segment(stage)
+                    advance(at)
+                    if work < end:
+                        begin_segment()
+                else:
+                    at[TILE] = at[TILE] + 1
+                stage = T.if_then_else(stage == STAGES - 1, 0, stage + 1)
+            T.ptx[WAIT](0)
+        # what stage two needs to know, and rows without keys
+        if tx == 0:
+            cuts[bx, 0] = cut_row
+            cuts[bx, 1] = cut_head
+            cuts[bx, 2] = cut_slot
+            cuts[bx, 3] = cut_count
+        base = bx
+        while base < rows:
+            if lengths[base] == 0:
+                for i in T.unroll((H * D + THREADS - 1) // THREADS):
+                    if tx + i * THREADS < H * D:
+                        y[base, tx + i * THREADS] = T.Cast(act, T.float32(0))
+            base = base + BLOCKS
+
+    return decode_split

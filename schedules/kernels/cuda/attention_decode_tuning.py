@@ -1,0 +1,59 @@
+"""The search space of the decode attention kernel, and the choice where nobody has tuned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from relaxpack.errors import CompileError
+from relaxpack.kernel_spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class DecodeTuning:
+    """The search space: `warps` x `key_tiles` x 16 keys are one tile, `stages` tiles are in flight, `blocks` is the
+    grid."""
+
+    warps: int
+    stages: int
+    blocks: int
+    key_tiles: int = 1
+
+    @property
+    def warp_keys(self) -> int:
+        return 16 * self.key_tiles
+
+    @property
+    def keys(self) -> int:
+        return self.warps * self.warp_keys
+
+
+def shared_bytes(spec: AttentionSpec, tuning: DecodeTuning) -> int:
+    return (tuning.stages * 2 * tuning.keys * row_chunks(spec.head_dim) * 16
+            + 2 * tuning.warps * head_columns(spec) * 4)
+
+
+def row_chunks(head_dim: int) -> int:
+    """16-byte chunks a row of keys takes in shared memory: exact where XOR can spread them over the banks, else odd."""
+    chunks = head_dim // 8
+    return chunks if chunks % 8 == 0 else chunks | 1
+
+
+def head_columns(spec: AttentionSpec) -> int:
+    return -(-(spec.num_heads // spec.num_kv_heads) // 8) * 8
+
+
+# shared memory per block and per multiprocessor, and multiprocessors of the card we expect
+LIMITS = {"sm_80": (163, 164, 108), "sm_86": (99, 100, 84), "sm_89": (99, 100, 142), "sm_90": (227, 228, 132),
+          "sm_90a": (227, 228, 132), "sm_100a": (227, 228, 148), "sm_120": (99, 100, 170)}
+
+
+def default_tuning(spec: AttentionSpec, arch: str) -> DecodeTuning:
+    """Two blocks per multiprocessor (measured best on an H200: docs), 32 keys a warp where rows are short."""
+    block_kb, multiprocessor_kb, count = LIMITS[arch]
+    small = spec.head_dim <= 64
+    for warps, stages, key_tiles in ((4, 3 if small else 2, 2 if small else 1), (4, 2, 1), (2, 2, 1)):
+        tuning = DecodeTuning(warps, stages, 0, key_tiles)
+        size = shared_bytes(spec, tuning) / 1024
+        if size <= block_kb:
+            return replace(tuning, blocks=count * max(1, min(2, int(multiprocessor_kb / (size + 1)))))
+    raise CompileError(f"decode attention: head_dim {spec.head_dim} does not fit the shared memory of {arch}")
