@@ -1,7 +1,7 @@
 """The pipeline: phases, each a list of passes by name; ours stand in files here, the others are TVM's.
 
-    graph     RoPE tables folded to constants, equal expressions merged, rows that no logits need left out early,
-              parallel matmuls combined
+    graph     the RoPE table shared as a parameter, constants folded, equal expressions merged, rows that no logits
+              need left out early, parallel matmuls combined
     weights   weights packed as the target's kernels read them
     fuse      unpack + matmul (+ bias, SwiGLU), residual + norm
     lower     placeholders become scheduled kernels, the rest TVM's legalisation; dead parameters removed
@@ -32,6 +32,7 @@ from relaxpack.passes.prune_parameters import PruneParameters
 from relaxpack.passes.rewrite import exported_functions
 from relaxpack.passes.schedule_rest import DropUnusedKernels, ScheduleRest
 from relaxpack.passes.select_rows_early import SelectRowsEarly
+from relaxpack.passes.share_rope_table import ShareRopeTable
 from relaxpack.passes.specialize_buckets import SpecializeBuckets
 from relaxpack.passes.verify import VerifyPhase
 from relaxpack.weight_format import WeightFormat
@@ -41,7 +42,7 @@ Phase = tuple[str, list[Any]]
 # Passes that may be left out, and the optimisation level from which on they run. Without any of them a model is still
 # right: unfused operations go through TVM's legalisation, and memory is allocated as it is needed.
 OPTIONAL: dict[str, int] = {
-    "FoldConstant": 1, "EliminateCommonSubexpr": 1, "PlanMemory": 1,
+    "ShareRopeTable": 1, "FoldConstant": 1, "EliminateCommonSubexpr": 1, "PlanMemory": 1,
     "CombineParallelMatmul": 2, "FuseEpilogues": 2, "FuseAddNorm": 2, "FuseOps": 2,
     "SelectRowsEarly": 3, "RewriteCUDAGraph": 3,
 }
@@ -73,6 +74,7 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
     epilogues = "FuseEpilogues" not in config.disabled
     return [
         ("graph", [
+            *unless("ShareRopeTable", ShareRopeTable),
             *unless("FoldConstant", relax.transform.FoldConstant()),
             *unless("EliminateCommonSubexpr", relax.transform.EliminateCommonSubexpr()),
             *unless("SelectRowsEarly", SelectRowsEarly),

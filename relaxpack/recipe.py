@@ -1,5 +1,6 @@
 """How a parameter of the compiled functions is made from checkpoint tensors. Passes write recipes, `weights.py`
-executes them as a stream. A recipe is a small tree: a checkpoint tensor, rows stacked, or a packing for a kernel.
+executes them as a stream. A recipe is a small tree: a checkpoint tensor, rows stacked, a packing for a kernel, or
+numbers that are computed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,16 @@ class Pack:
     of: Recipe
 
 
-Recipe = FromCheckpoint | Concat | Pack
+@dataclass(frozen=True)
+class RopeTable:
+    """cos | sin f32[positions, 2 * len(frequencies)] of position times frequency, times `factor`."""
+
+    positions: int
+    frequencies: tuple[float, ...]
+    factor: float = 1.0
+
+
+Recipe = FromCheckpoint | Concat | Pack | RopeTable
 
 
 def checkpoint_tensors(recipe: Recipe) -> list[str]:
@@ -43,6 +53,8 @@ def checkpoint_tensors(recipe: Recipe) -> list[str]:
         return [recipe.tensor]
     if isinstance(recipe, Concat):
         return [name for part in recipe.parts for name in checkpoint_tensors(part)]
+    if isinstance(recipe, RopeTable):
+        return []
     return checkpoint_tensors(recipe.of)
 
 
@@ -51,6 +63,8 @@ def to_json(recipe: Recipe) -> dict[str, Any]:
         return {"tensor": recipe.tensor}
     if isinstance(recipe, Concat):
         return {"concat": [to_json(part) for part in recipe.parts]}
+    if isinstance(recipe, RopeTable):
+        return {"rope_table": list(recipe.frequencies), "positions": recipe.positions, "factor": recipe.factor}
     return {"pack": recipe.format, "shape": [recipe.out_features, recipe.in_features], "swiglu": recipe.swiglu,
             "suffix": recipe.suffix, "of": to_json(recipe.of)}
 
@@ -60,6 +74,8 @@ def from_json(data: dict[str, Any]) -> Recipe:
         return FromCheckpoint(data["tensor"])
     if "concat" in data:
         return Concat(tuple(from_json(part) for part in data["concat"]))
+    if "rope_table" in data:
+        return RopeTable(data["positions"], tuple(data["rope_table"]), data["factor"])
     n, k = data["shape"]
     return Pack(data["pack"], n, k, data["swiglu"], data["suffix"], from_json(data["of"]))
 

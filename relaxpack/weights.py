@@ -11,7 +11,7 @@ import numpy as np
 
 from relaxpack.errors import UsageError
 from relaxpack.kernel_spec import KernelProvider
-from relaxpack.recipe import Concat, FromCheckpoint, Pack, Recipe
+from relaxpack.recipe import Concat, FromCheckpoint, Pack, Recipe, RopeTable
 from relaxpack.relax_models.quantize import WEIGHT_CHOICES, quantize
 from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
 
@@ -74,6 +74,13 @@ def _concat(parts: list[Weight]) -> Weight:
                            np.concatenate([p.scales for p in parts]), minimums)  # type: ignore[union-attr]
 
 
+def rope_table(recipe: RopeTable) -> np.ndarray:
+    """Angles are float32 products, as in the reference implementations; their cosines and sines are rounded once."""
+    angles = np.arange(recipe.positions, dtype=np.float32)[:, None] * np.asarray(recipe.frequencies, np.float32)
+    wide = angles.astype(np.float64)
+    return np.concatenate([np.cos(wide), np.sin(wide)], axis=1).astype(np.float32) * np.float32(recipe.factor)
+
+
 class ParameterMaker:
     """Executes recipes. Buffers of one packed weight follow each other, so the last packing is kept."""
 
@@ -85,6 +92,8 @@ class ParameterMaker:
         """The parameter as a C-contiguous array of `dtype`."""
         if isinstance(recipe, Pack):
             return np.ascontiguousarray(self._packed(recipe)[recipe.suffix])
+        if isinstance(recipe, RopeTable):
+            return rope_table(recipe)
         weight = self._weight(recipe, None)
         if isinstance(weight, QuantizedTensor):
             weight = weight.dequantize()
@@ -103,4 +112,4 @@ class ParameterMaker:
             return weight if wanted is None else convert(weight, wanted)
         if isinstance(recipe, Concat):
             return _concat([self._weight(part, wanted) for part in recipe.parts])
-        raise TypeError(f"a packed weight inside a recipe: {recipe}")
+        raise TypeError(f"no weight of a checkpoint: {recipe}")

@@ -5,6 +5,8 @@ code, on a tiny model with biases, against `-O0`, and `-O0` against NumPy. Kerne
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,9 +53,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(write_checkpoint(tmp_path_factory.mktemp("m") / "m", "llama_bias"))
 
 
-def lowered_without(checkpoint: Checkpoint, disabled: frozenset[str]) -> Lowered:
+def lowered_without(checkpoint: Checkpoint, disabled: frozenset[str], limits: BuildLimits = LIMITS) -> Lowered:
     formats = {name: FORMATS["f32"] for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
-    return lower_model(checkpoint.config, LIMITS, parse_target("cpu"), PlainKernels(), formats, "float32", "float32",
+    return lower_model(checkpoint.config, limits, parse_target("cpu"), PlainKernels(), formats, "float32", "float32",
                        PipelineConfig(disabled))
 
 
@@ -94,3 +96,17 @@ def test_random_subsets(checkpoint: Checkpoint, plain: np.ndarray, disabled: fro
     ran = {p["name"] for p in lowered.explanation["passes"]}
     assert not ran & (disabled - {"FuseEpilogues"})
     np.testing.assert_allclose(logits(checkpoint, lowered), plain, rtol=0, atol=TOLERANCE)
+
+
+def test_the_rope_table_is_no_part_of_the_library(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """At 32768 positions of 16 numbers it takes 2 MiB, once for both functions."""
+    long = replace(LIMITS, max_context=32768)
+    sizes = {}
+    for disabled in (frozenset[str](), frozenset({"ShareRopeTable"})):
+        lowered = lowered_without(checkpoint, disabled, long)
+        lowered.executable.export_library(str(tmp_path / "lib.so"))
+        tables = [p.bytes for p in lowered.parameters if p.name == "rope_table"]
+        sizes[disabled] = (tmp_path / "lib.so").stat().st_size, sum(tables)
+    (with_pass, table), (without, none) = sizes.values()
+    assert (table, none) == (32768 * 16 * 4, 0)
+    assert table <= without - with_pass < 1.1 * table
