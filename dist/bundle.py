@@ -23,7 +23,7 @@ from relaxpack.errors import BundleError, DamagedMemberError, MissingMemberError
 if TYPE_CHECKING:
     import numpy as np
 
-    from relaxpack.dist.params import ParamsReader
+    from relaxpack.dist.params import TargetParams
 
 __all__ = ["Bundle", "BundleWriter"]
 Verify = Literal["fast", "full"]
@@ -134,23 +134,30 @@ class Bundle:
         return sorted(name for name in self.manifest.members
                       if name.startswith(prefix) and name.endswith(".safetensors"))
 
-    def open_params(self, stem: str) -> ParamsReader:
-        from relaxpack.dist.params import ParamsReader
+    def open_params(self, entry: TargetEntry) -> TargetParams:
+        """A target's parameters, mapped. Raises DamagedMemberError if the shards hold other tensors than the manifest
+        names."""
+        from relaxpack.dist.params import ParamsReader, TargetParams
 
-        return ParamsReader(self._store, self.param_members(stem))
+        def reader(stem: str) -> ParamsReader:
+            return ParamsReader(self._store, self.param_members(stem))
+
+        params = TargetParams(reader(entry.params), {stem: (reader(stem), names)
+                                                     for stem, names in entry.shared_params.items()})
+        order = entry.param_order
+        if sorted(order) != sorted(params.names):
+            differing = sorted(set(order) ^ set(params.names)) or sorted({n for n in order if order.count(n) > 1})
+            raise DamagedMemberError(f"{self.location}: params/{entry.params} and the manifest name different parameters: "
+                                     + ", ".join(differing[:5]))
+        return params
 
     def params(self, stem: str) -> Iterator[tuple[str, np.ndarray]]:
-        """(tensor name, memory-mapped array) of a target's parameters, in the manifest's order. Raises
-        DamagedMemberError before the first one if the shards hold other tensors than the manifest names."""
-        reader = self.open_params(stem)
-        order = next((entry.param_order for entry in self.manifest.targets if entry.params == stem), None)
-        if order is None:
+        """(tensor name, memory-mapped array) of the first target whose parameters are in `stem`, in its order. Raises
+        what `open_params` raises, before the first one."""
+        entry = next((entry for entry in self.manifest.targets if entry.params == stem), None)
+        if entry is None:
             raise BundleError(f"{self.location}: no target uses the parameters {stem!r}")
-        if sorted(order) != sorted(reader.names):
-            differing = sorted(set(order) ^ set(reader.names)) or sorted({n for n in order if order.count(n) > 1})
-            raise DamagedMemberError(f"{self.location}: params/{stem} and the manifest name different parameters: "
-                                     + ", ".join(differing[:5]))
-        return reader.items(order)
+        return self.open_params(entry).items(entry.param_order)
 
     def select_target(self, host: Host | None = None, kind: str | None = None) -> TargetEntry:
         """The best target for `host` (default: this machine), of one `kind` ("cpu", "cuda") if given. Raises

@@ -15,7 +15,7 @@ from relaxpack.errors import DamagedMemberError, NewerFormatError, NotABundleErr
 from relaxpack.model_info import ModelInfo
 from relaxpack.target import TargetSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2      # the newest this relaxpack reads; it writes the oldest that says all (`Manifest.oldest_format`)
 MANIFEST = "manifest.json"
 Json = dict[str, Any]
 
@@ -54,7 +54,7 @@ class TargetEntry:
 
     target: TargetSpec
     library: str                        # member, e.g. "lib/cpu-znver4.so"
-    params: str                         # stem: its shards are params/<stem>/*.safetensors
+    params: str                         # stem: its own shards are params/<stem>/*.safetensors
     param_order: tuple[str, ...]        # tensor names in the order of the functions' `params` tuple
     functions: tuple[str, ...]          # exported functions, e.g. ("prefill", "decode")
     symbolic_bounds: Mapping[str, int]  # symbolic variable → its largest value, e.g. {"t": 512, "b": 8}
@@ -62,6 +62,12 @@ class TargetEntry:
     memory_plan: Mapping[str, Any] = field(default_factory=dict)          # {"arena_bytes": int, ...}
     kernels: Mapping[str, int] = field(default_factory=dict)  # "tuned" | "rule" | "dlight" | ... → kernels
     tuning_records: tuple[str, ...] = ()
+    activation_dtype: str | None = None   # None: as in model_info (bundles of older writers)
+    kv_dtype: str | None = None
+    shared_params: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other stem → tensors taken from it
+    explain: str = "explain.json"         # member: what the compiler did for this target
+    canary: Mapping[str, Any] = field(default_factory=dict)     # dist.canary.CanaryOrigin
+    libraries: Mapping[str, Any] = field(default_factory=dict)  # library that kernels call → what of it is needed
     extra: Json = field(default_factory=dict)
 
     def to_json(self) -> Json:
@@ -70,8 +76,11 @@ class TargetEntry:
                  "symbolic_bounds": dict(self.symbolic_bounds),
                  "buckets": {name: list(sizes) for name, sizes in self.buckets.items()},
                  "memory_plan": dict(self.memory_plan), "kernels": dict(self.kernels),
-                 "tuning_records": list(self.tuning_records)}
-        return _merge(known, self.extra)
+                 "tuning_records": list(self.tuning_records), "explain": self.explain}
+        optional = {"activation_dtype": self.activation_dtype, "kv_dtype": self.kv_dtype,
+                    "shared_params": {stem: list(names) for stem, names in self.shared_params.items()},
+                    "canary": dict(self.canary), "libraries": dict(self.libraries)}
+        return _merge({**known, **{name: value for name, value in optional.items() if value}}, self.extra)
 
     @classmethod
     def from_json(cls, data: Json) -> TargetEntry:
@@ -80,7 +89,12 @@ class TargetEntry:
                     tuple(_get(data, "functions", list)), _get(data, "symbolic_bounds", dict),
                     {name: tuple(sizes) for name, sizes in _get(data, "buckets", dict, {}).items()},
                     _get(data, "memory_plan", dict, {}), _get(data, "kernels", dict, {}),
-                    tuple(_get(data, "tuning_records", list, [])))
+                    tuple(_get(data, "tuning_records", list, [])),
+                    _dtype(data, "activation_dtype"), _dtype(data, "kv_dtype"),
+                    {check_member_name(stem): _names(names)
+                     for stem, names in _get(data, "shared_params", dict, {}).items()},
+                    check_member_name(_get(data, "explain", str, "explain.json")),
+                    _get(data, "canary", dict, {}), _get(data, "libraries", dict, {}))
         return replace(known, extra=_unknown(data, known.to_json()))
 
 
@@ -97,8 +111,21 @@ class Manifest:
     source: Mapping[str, Any]           # where the checkpoint came from, e.g. {"name": "smollm2", "kind": "gguf"}
     build_options: Mapping[str, Any]
     members: Mapping[str, Member] = field(default_factory=dict)
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
     extra: Json = field(default_factory=dict)
+
+    def oldest_format(self) -> int:
+        """The oldest format that describes this bundle. Format 1 knows one pair of dtypes for all targets, and parameters
+        of a target in one stem."""
+        own = any((entry.activation_dtype or self.model_info.activation_dtype) != self.model_info.activation_dtype
+                  or (entry.kv_dtype or self.model_info.kv_dtype) != self.model_info.kv_dtype or entry.shared_params
+                  for entry in self.targets)
+        return 2 if own else 1
+
+    def info_for(self, entry: TargetEntry) -> ModelInfo:
+        """The model as one of the targets runs it."""
+        return replace(self.model_info, activation_dtype=entry.activation_dtype or self.model_info.activation_dtype,
+                       kv_dtype=entry.kv_dtype or self.model_info.kv_dtype)
 
     def to_json(self) -> Json:
         known = {"format_version": self.format_version, "relaxpack_version": self.relaxpack_version,
@@ -149,6 +176,16 @@ def _member(name: str, entry: Json) -> Member:
     if size < 0 or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
         raise DamagedMemberError(f"{MANIFEST} is damaged: bad size or digest of member {name}")
     return Member(size, digest)
+
+
+def _names(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise TypeError("shared_params names tensors by lists of strings")
+    return tuple(values)
+
+
+def _dtype(data: Json, key: str) -> str | None:
+    return _get(data, key, str) if key in data else None
 
 
 def _get(data: Json, key: str, kind: type, default: Any = None) -> Any:

@@ -1,5 +1,6 @@
 """Parameters as safetensors shards: a streaming writer and a memory-mapping reader. Neither ever holds two parameters
-(tensors that end a shard, 1 MiB together, aside), and neither knows what a weight format is.
+(tensors that end a shard, 1 MiB together, aside), and neither knows what a weight format is. Tensors that another stem
+of the bundle holds already, byte for byte, are not written again.
 
 The shards are plain safetensors files. Two habits make them good to map: the header is padded with spaces to a fixed
 size, and a tensor whose size is not a multiple of 64 bytes is kept for the end of its shard, so all others start on a
@@ -8,10 +9,12 @@ size, and a tensor whose size is not a multiple of 64 bytes is kept for the end 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,6 +51,18 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name))
 
 
+def tensor_digest(array: np.ndarray) -> str:
+    """SHA-256 of dtype, shape and bytes of a C-contiguous array."""
+    digest = hashlib.sha256(f"{array.dtype.name} {list(array.shape)} ".encode())
+    if array.nbytes:
+        digest.update(_bytes(array))
+    return digest.hexdigest()
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
 def shard_name(stem: str, index: int) -> str:
     return f"params/{stem}/{index:05d}.safetensors"
 
@@ -55,14 +70,19 @@ def shard_name(stem: str, index: int) -> str:
 class ParamsWriter:
     """Streams parameters into shards under `folder`; use it through `BundleWriter.params`. Same calls, same bytes.
 
-    `names` collects the tensor names in the order of adding; `members` the shards' member names.
+    `names` collects the tensor names in the order of adding; `members` the shards' member names; `digests` the SHA-256 of
+    each tensor's dtype, shape and bytes. `known`: (name, digest) → stem that holds this tensor; such a tensor is noted in
+    `shared` instead of written, and what is written here is added to it.
     """
 
     def __init__(self, folder: Path, stem: str, require_space: Callable[[int], None] = lambda size: None,
-                 shard_bytes: int = SHARD_BYTES) -> None:
-        self._folder, self._stem, self._shard_bytes = folder, stem, shard_bytes
+                 shard_bytes: int = SHARD_BYTES, known: dict[tuple[str, str], str] | None = None) -> None:
+        self._folder, self.stem, self._shard_bytes = folder, stem, shard_bytes
         self._require_space = require_space
+        self._known = {} if known is None else known
         self.names: list[str] = []
+        self.digests: dict[str, str] = {}
+        self.shared: dict[str, list[str]] = {}
         self.members: list[str] = []
         self._seen: set[str] = set()
         self._file: BinaryIO | None = None
@@ -80,6 +100,14 @@ class ParamsWriter:
             raise ValueError(f"parameter tensor {name} was added twice")
         if array.dtype.name not in _DTYPES or array.dtype.byteorder == ">":
             raise ValueError(f"parameter tensor {name} has dtype {array.dtype}; known are {', '.join(_DTYPES)}")
+        self._seen.add(name)
+        self.names.append(name)
+        array = np.ascontiguousarray(array).reshape(array.shape)    # NumPy makes one dimension of none
+        digest = self.digests[name] = tensor_digest(array)
+        holder = self._known.setdefault((name, digest), self.stem)
+        if holder != self.stem:
+            self.shared.setdefault(holder, []).append(name)
+            return
         header = len(json.dumps(name)) + 24 * array.ndim + 128    # an upper bound of its entry
         if self._file is not None and (self._offset + self._tail_bytes + array.nbytes > self._shard_bytes
                                        or self._header_bytes + header > HEADER_BYTES - 64):
@@ -87,8 +115,6 @@ class ParamsWriter:
         if self._file is None:
             self._begin_shard()
         self._require_space(array.nbytes)
-        self._seen.add(name)
-        self.names.append(name)
         self._header_bytes += header
         if array.nbytes % 64 == 0:
             self._write(name, array)
@@ -100,7 +126,7 @@ class ParamsWriter:
             self._end_shard()
 
     def _begin_shard(self) -> None:
-        member = shard_name(self._stem, len(self.members) + 1)
+        member = shard_name(self.stem, len(self.members) + 1)
         self.members.append(member)
         file = self._folder / member
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +138,7 @@ class ParamsWriter:
     def _write(self, name: str, array: np.ndarray) -> None:
         assert self._file is not None
         if array.nbytes:
-            self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            self._file.write(_bytes(array))
         end = self._offset + array.nbytes
         self._entries[name] = {"dtype": _DTYPES[array.dtype.name], "shape": list(array.shape),
                                "data_offsets": [self._offset, end]}
@@ -209,6 +235,49 @@ class ParamsReader:
 
     def items(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
         for name in self.names if order is None else order:
+            yield name, self[name]
+
+    def region(self, name: str) -> TensorRegion:
+        """Where a tensor lies, for those who read files themselves."""
+        member, dtype, shape, offset = self._where[name]
+        return TensorRegion(name, dtype, shape, self._store.region(member)[0], offset)
+
+
+@dataclass(frozen=True)
+class TensorRegion:
+    """A tensor in a file: C-contiguous, little-endian."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
+
+
+class TargetParams:
+    """The parameters of one target: tensors of its own stem and those it shares with others (stem → names)."""
+
+    def __init__(self, own: ParamsReader, shared: Mapping[str, tuple[ParamsReader, Sequence[str]]]) -> None:
+        self._readers = dict.fromkeys(own.names, own)
+        for reader, names in shared.values():
+            self._readers |= dict.fromkeys(set(names) & set(reader.names), reader)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._readers)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._readers[name][name]
+
+    def region(self, name: str) -> TensorRegion:
+        return self._readers[name].region(name)
+
+    def items(self, order: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+        for name in order:
             yield name, self[name]
 
 

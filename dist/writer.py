@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import BinaryIO, NoReturn
 
 from relaxpack.dist.integrity import check_member_name, sha256_stream
-from relaxpack.dist.manifest import MANIFEST, Manifest, Member
-from relaxpack.dist.params import ParamsReader, ParamsWriter
+from relaxpack.dist.manifest import MANIFEST, Manifest, Member, TargetEntry
+from relaxpack.dist.params import ParamsReader, ParamsWriter, TargetParams
 from relaxpack.dist.store import SINGLE_FILE_SUFFIX, FolderStore, open_store, write_single_file
 from relaxpack.errors import BundleError, EnvironmentProblem
 
@@ -40,7 +40,8 @@ class BundleWriter:
         self._lock: BinaryIO | None = None
         self._folder = self._partial / "bundle"
         self._members: set[str] = set()
-        self._params: dict[str, list[str]] = {}   # stem → tensor names written
+        self._params: dict[str, set[str]] = {}    # stem → tensor names written
+        self._tensors: dict[tuple[str, str], str] = {}   # (name, digest) → stem that holds it
         self._finished = False
         self._force = force
         self._made: list[Path] = []      # folders above the bundle that were not there
@@ -84,6 +85,11 @@ class BundleWriter:
                 for folder in self._made:
                     folder.rmdir()
 
+    @property
+    def members(self) -> frozenset[str]:
+        """Names of what has been added."""
+        return frozenset(self._members)
+
     def require_space(self, size: int) -> None:
         """Raise EnvironmentProblem unless the disk takes `size` more bytes. Call it before long work."""
         free = shutil.disk_usage(self._partial).free
@@ -103,8 +109,8 @@ class BundleWriter:
 
     @contextmanager
     def params(self, stem: str) -> Iterator[ParamsWriter]:
-        """A writer of shards under params/<stem>/."""
-        writer = ParamsWriter(self._folder, check_member_name(stem), self.require_space)
+        """A writer of shards under params/<stem>/, which leaves out what an earlier stem holds."""
+        writer = ParamsWriter(self._folder, check_member_name(stem), self.require_space, known=self._tensors)
         try:
             with self._disk_errors():
                 yield writer
@@ -113,10 +119,22 @@ class BundleWriter:
             writer.abort()
         for name in writer.members:
             self._place(name)
-        self._params[stem] = writer.names
+        self._params[stem] = set(writer.names).difference(*writer.shared.values())
 
-    def open_params(self, stem: str) -> ParamsReader:
-        """What has been written under params/<stem>/, mapped; valid until the bundle is finished."""
+    def placement(self, params: ParamsWriter) -> tuple[str, dict[str, tuple[str, ...]]]:
+        """(stem, shared_params) of a target entry whose parameters were written with `params`. Where another stem holds
+        just these tensors, that is the target's stem."""
+        for stem, names in params.shared.items():
+            if set(names) == set(params.names) == self._params[stem]:
+                return stem, {}
+        return params.stem, {stem: tuple(names) for stem, names in sorted(params.shared.items())}
+
+    def open_params(self, entry: TargetEntry) -> TargetParams:
+        """What has been written of a target's parameters, mapped; valid until the bundle is finished."""
+        return TargetParams(self._reader(entry.params), {stem: (self._reader(stem), names)
+                                                         for stem, names in entry.shared_params.items()})
+
+    def _reader(self, stem: str) -> ParamsReader:
         prefix = f"params/{stem}/"
         return ParamsReader(FolderStore(self._folder), sorted(n for n in self._members if n.startswith(prefix)))
 
@@ -125,17 +143,19 @@ class BundleWriter:
         for entry in manifest.targets:
             if entry.library not in self._members:
                 raise ValueError(f"target {entry.target.name}: library {entry.library} was not added")
-            written = self._params.get(entry.params, [])
-            if sorted(written) != sorted(entry.param_order):
+            written = set(self._params.get(entry.params, ()))
+            for stem, names in entry.shared_params.items():
+                written |= set(names) & self._params.get(stem, set())
+            if written != set(entry.param_order):
                 raise ValueError(f"target {entry.target.name}: params/{entry.params} and param_order differ in "
-                                 f"{sorted(set(written) ^ set(entry.param_order))[:5]}")
+                                 f"{sorted(written ^ set(entry.param_order))[:5]}")
         with self._disk_errors():
             store = FolderStore(self._folder)
             members = {}
             for name in sorted(self._members):
                 with store.open(name) as stream:
                     members[name] = Member(store.size(name), sha256_stream(stream))
-            manifest = replace(manifest, members=members)
+            manifest = replace(manifest, members=members, format_version=manifest.oldest_format())
             (self._folder / MANIFEST).write_bytes(manifest.to_bytes())
             result = self._folder
             if self.path.suffix == SINGLE_FILE_SUFFIX:

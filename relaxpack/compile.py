@@ -1,6 +1,6 @@
 """`build_bundle`: the story from a checkpoint to a bundle, and the only place where the compile-side rooms meet.
 
-    open checkpoint → choose weight formats → export, passes, code → pack weights → canaries → bundle
+    open checkpoint → choose weight formats → for each target: export, passes, code, pack weights → canaries → bundle
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import dataclasses
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,9 +38,10 @@ from relaxpack.recipe import Pack
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.schedules.cuda_compile import check_library
-from relaxpack.target import TargetSpec, parse_target
+from relaxpack.target import TargetSpec
+from relaxpack.target_plan import TargetPlan, Targets, plan_targets, target_specs
 from relaxpack.weight_format import WeightFormat
-from relaxpack.weights import ParameterMaker, choose_formats
+from relaxpack.weights import ParameterMaker
 
 MAX_PAGE_SIZE = 65536
 MAX_TOKENS = 2**31 - 1    # that a step may look at: kernels count in int32
@@ -52,7 +53,8 @@ CANARY_TEXTS = {"plain": "The capital of France is", "code": "def fibonacci(n):\
 @dataclass(frozen=True)
 class BuildOptions:
     """`max_context` None: what the model supports. `activation_dtype` None: float32 on a CPU, bfloat16 on a GPU.
-    `kv_dtype` None: on a CPU float32 for `f32` weights, else float16; on a GPU the activation dtype. `level` is what the
+    `kv_dtype` None: on a CPU float32 for `f32` weights, else float16; on a GPU the activation dtype. A dtype that is
+    given holds for the targets that can have it. `level` is what the
     command line calls -O: which optional passes run (`passes.pipeline.OPTIONAL`), less the disabled ones."""
 
     weights: str = "as-is"
@@ -87,23 +89,40 @@ class _Silent:
         return None
 
 
+@dataclass(frozen=True)
+class TargetReport:
+    """What one target took: bytes of its library, of its parameters, and of those that no other target has."""
+
+    name: str
+    library_bytes: int
+    params_bytes: int
+    own_params_bytes: int
+    kernels: dict[str, int]
+
+    def kernel_text(self) -> str:
+        return "kernels: " + ", ".join(f"{count} {source}" for source, count in self.kernels.items())
+
+
 @dataclass
 class BuildReport:
-    """What a build did: for the summary and for `--json`. Seconds by stage, bytes by kind."""
+    """What a build did: for the summary and for `--json`. Seconds by stage, bytes by kind, both over all targets."""
 
     path: Path
     manifest: Manifest
     seconds: dict[str, float] = field(default_factory=dict)
-    library_bytes: int = 0
-    params_bytes: int = 0
+    targets: list[TargetReport] = field(default_factory=list)
     phases: list[dict[str, Any]] = field(default_factory=list)
     passes: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     can_chat: bool = True        # there is a chat template, and it renders a message
 
-    def kernel_text(self) -> str:
-        counts = self.manifest.targets[0].kernels
-        return "kernels: " + ", ".join(f"{count} {source}" for source, count in counts.items())
+    @property
+    def library_bytes(self) -> int:
+        return sum(target.library_bytes for target in self.targets)
+
+    @property
+    def params_bytes(self) -> int:
+        return sum(target.own_params_bytes for target in self.targets)
 
     def formats_text(self) -> str:
         return ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in self.manifest.weights.formats.items())
@@ -111,14 +130,27 @@ class BuildReport:
     def to_json(self) -> dict[str, Any]:
         return {"path": str(self.path), "seconds": self.seconds, "library_bytes": self.library_bytes,
                 "params_bytes": self.params_bytes, "formats": dict(self.manifest.weights.formats),
-                "kernels": dict(self.manifest.targets[0].kernels), "phases": self.phases, "passes": self.passes,
-                "warnings": self.warnings}
+                "kernels": self.targets[0].kernels, "targets": [dataclasses.asdict(target) for target in self.targets],
+                "phases": self.phases, "passes": self.passes, "warnings": self.warnings}
 
 
-def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec = "cpu",
+@dataclass(frozen=True)
+class _Built:
+    """A target whose library and parameters are in the bundle."""
+
+    plan: TargetPlan
+    lowered: Lowered
+    library: Path
+    entry: TargetEntry
+    digests: dict[str, str]           # of its parameters
+    stored: dict[str, int]            # bytes by weight format, without what another target stored
+
+
+def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
                  options: BuildOptions = BuildOptions(), *, force: bool = False, dump: Path | None = None,
                  progress: Progress | None = None) -> BuildReport:
-    """Build a bundle of `model` (Hugging Face folder, .gguf file or a packaged name) at `output`.
+    """Build a bundle of `model` (Hugging Face folder, .gguf file or a packaged name) at `output`, for one target or
+    several.
 
     Raises a RelaxpackError that says what is wrong; then nothing is left at `output`.
     """
@@ -128,7 +160,7 @@ def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec
     check_destination(output, force)
     _prepare_dump(dump)
     _check_linker()
-    spec = parse_target(target) if isinstance(target, str) else target
+    specs = target_specs(target)
     seconds: dict[str, float] = {}
 
     @contextmanager
@@ -136,48 +168,88 @@ def build_bundle(model: str | Path, output: str | Path, target: str | TargetSpec
         shown.stage(name, total)
         start = time.perf_counter()
         yield
-        seconds[name] = round(time.perf_counter() - start, 3)
+        seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - start, 3)
 
     with stage("checkpoint"):
         checkpoint = open_checkpoint(model, ignore_keys=options.ignore_config_keys, pretokenizer=options.pretokenizer)
         limits = _limits(checkpoint, options)
-        provider = kernel_provider(spec)
-        activation_dtype, kv_dtype = _dtypes(spec, options)
-        formats = choose_formats(checkpoint, options.weights, activation_dtype)
-    info = _model_info(checkpoint, limits, activation_dtype, kv_dtype)
+        plans = plan_targets(specs, checkpoint, options.weights, options.activation_dtype, options.kv_dtype)
+    info = _model_info(checkpoint, limits, plans[0])
+    built: list[_Built] = []
     with BundleWriter(output, force) as writer:     # before the long work: a place that cannot be written shows now
-        writer.require_space(_weight_bytes(checkpoint, formats) + _LIBRARY_BYTES)
-        with stage("compile", 6):
-            pipeline = pipeline_config(spec, limits, left_out(options.level, options.disabled_passes))
-            lowered = lower_model(checkpoint.config, limits, spec, provider, formats, activation_dtype, kv_dtype,
-                                  pipeline, dump, shown.advance)
-        library = writer.scratch / f"{spec.file_stem}.so"
-        with stage("library"):
-            writer.require_space(_parameter_bytes(lowered) + _LIBRARY_BYTES)
-            _export(lowered, library)
-            if spec.kind == "cuda":
-                check_library(library)
-            writer.add_file(f"lib/{library.name}", library)
-        with stage("weights", len(lowered.parameters)):
-            params_bytes = _write_parameters(writer, spec, lowered, ParameterMaker(checkpoint, provider), shown)
-        _write_text_members(writer, checkpoint, lowered)
+        writer.require_space(_least_bytes(checkpoint, plans))
+        for plan in plans:
+            folder = dump / plan.spec.file_stem if dump is not None and len(plans) > 1 else dump
+            built.append(_build_target(writer, checkpoint, plan, limits, options, folder, shown, stage))
+        _write_text_members(writer, checkpoint)
         canaries = None
-        if not reasons_against(spec, detect_host()):
+        home = next((one for one in built if not reasons_against(one.plan.spec, detect_host())), None)
+        if home is not None:
             with stage("canaries", len(CANARY_TEXTS)):
-                canaries = _record_canaries(writer, _target_entry(spec, lowered), library, info, checkpoint, formats)
+                canaries = _record_canaries(writer, home, info, checkpoint)
                 writer.add_bytes(CANARY, canaries.to_bytes())
         with stage("bundle"):
-            manifest = writer.finish(_manifest(checkpoint, info, spec, lowered, options))
-    report = BuildReport(output, manifest, seconds, manifest.members[f"lib/{library.name}"].bytes, params_bytes,
-                         lowered.explanation["phases"], lowered.explanation["passes"],
-                         list(checkpoint.audit.warnings))
+            manifest = writer.finish(_manifest(checkpoint, info, built, options))
+    report = BuildReport(output, manifest, seconds, [_target_report(one, manifest) for one in built],
+                         _of_all(built, "phases"), _of_all(built, "passes"), list(checkpoint.audit.warnings))
     if (problem := _chat_problem(checkpoint)) is not None:
         report.can_chat = False
         if not any("no chat template" in warning for warning in report.warnings):
             report.warnings.append(problem)
     if canaries is None:
-        report.warnings.append(f"target {spec.name} cannot run here, so the bundle has no canaries")
+        names = ", ".join(spec.name for spec in specs)
+        report.warnings.append(f"target {names} cannot run here, so the bundle has no canaries")
     return report
+
+
+Stage = Callable[[str, int | None], AbstractContextManager[None]]
+
+
+def _build_target(writer: BundleWriter, checkpoint: Checkpoint, plan: TargetPlan, limits: BuildLimits, options: BuildOptions,
+                  dump: Path | None, shown: Progress, stage: Stage) -> _Built:
+    """Library and parameters of one target, written."""
+    provider = kernel_provider(plan.spec)
+    with stage("compile", 6):
+        pipeline = pipeline_config(plan.spec, limits, left_out(options.level, options.disabled_passes))
+        lowered = lower_model(checkpoint.config, limits, plan.spec, provider, plan.formats, plan.activation_dtype,
+                              plan.kv_dtype, pipeline, dump, shown.advance)
+    library = writer.scratch / f"{plan.spec.file_stem}.so"
+    with stage("library", None):
+        # Parameters of a further target may be those of the first.
+        writer.require_space(_LIBRARY_BYTES + (0 if writer.members else _parameter_bytes(lowered)))
+        _export(lowered, library)
+        if plan.spec.kind == "cuda":
+            check_library(library)
+        writer.add_file(f"lib/{library.name}", library)
+    with stage("weights", len(lowered.parameters)):
+        maker = ParameterMaker(checkpoint, provider)
+        with writer.params(plan.spec.file_stem) as params:
+            for p in lowered.parameters:
+                array = maker.make(p.recipe, p.dtype)
+                assert array.shape == p.shape, (p.name, array.shape, p.shape)
+                params.add(p.name, {"": array})
+                shown.advance(p.name)
+    stem, shared = writer.placement(params)
+    elsewhere = {name for names in params.shared.values() for name in names}
+    stored: Counter[str] = Counter()
+    for p in lowered.parameters:
+        if p.name not in elsewhere:
+            stored[p.recipe.format if isinstance(p.recipe, Pack) else "f32"] += p.bytes
+    explain = "explain.json" if "explain.json" not in writer.members else f"explain/{plan.spec.file_stem}.json"
+    writer.add_bytes(explain, canonical_json(_explanation(lowered)))
+    return _Built(plan, lowered, library, _target_entry(plan, lowered, stem, shared, explain), dict(params.digests),
+                  dict(stored))
+
+
+def _of_all(built: Sequence[_Built], what: str) -> list[dict[str, Any]]:
+    """Records of all targets; each names its target where there are several."""
+    return [record if len(built) == 1 else {"target": one.plan.spec.name, **record}
+            for one in built for record in one.lowered.explanation[what]]
+
+
+def _target_report(one: _Built, manifest: Manifest) -> TargetReport:
+    return TargetReport(one.plan.spec.name, manifest.members[one.entry.library].bytes, _parameter_bytes(one.lowered),
+                        sum(one.stored.values()), dict(one.entry.kernels))
 
 
 def kernel_provider(target: TargetSpec) -> KernelProvider:
@@ -197,20 +269,6 @@ def pipeline_config(target: TargetSpec, limits: BuildLimits, disabled: frozenset
         return PipelineConfig(disabled)
     return PipelineConfig(disabled, decode_buckets(limits.max_batch), prefill_buckets(limits.prefill_chunk),
                           cuda_graph=True)
-
-
-def _dtypes(target: TargetSpec, options: BuildOptions) -> tuple[str, str]:
-    """(activation dtype, KV dtype)."""
-    if target.kind == "cpu":
-        if options.activation_dtype not in (None, "float32"):
-            raise UsageError(f"activation dtype {options.activation_dtype}: CPU kernels compute in float32")
-        if options.kv_dtype == "bfloat16":
-            raise UsageError("KV dtype bfloat16: the KV cache of a CPU is float16 or float32")
-        return "float32", options.kv_dtype or ("float32" if options.weights == "f32" else "float16")
-    activation = options.activation_dtype or "bfloat16"
-    if activation not in ("bfloat16", "float16"):
-        raise UsageError(f"activation dtype {activation}: GPU kernels compute in bfloat16 or float16")
-    return activation, options.kv_dtype or activation
 
 
 def _prepare_dump(dump: Path | None) -> None:
@@ -256,27 +314,23 @@ def _limits(checkpoint: Checkpoint, options: BuildOptions) -> BuildLimits:
     return BuildLimits(wanted, options.max_batch, min(options.prefill_chunk, wanted), options.page_size)
 
 
-def _model_info(checkpoint: Checkpoint, limits: BuildLimits, activation_dtype: str, kv_dtype: str) -> ModelInfo:
+def _model_info(checkpoint: Checkpoint, limits: BuildLimits, plan: TargetPlan) -> ModelInfo:
     c, assets = checkpoint.config, checkpoint.assets
     return ModelInfo(checkpoint.source.name, c.architecture, c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads,
-                     c.head_dim, c.vocab_size, limits.max_context, limits.page_size, kv_dtype, activation_dtype,
+                     c.head_dim, c.vocab_size, limits.max_context, limits.page_size, plan.kv_dtype, plan.activation_dtype,
                      limits.max_batch, limits.prefill_chunk, assets.bos_token_id, assets.end_token_ids, assets.add_bos)
-
-
-def _write_parameters(writer: BundleWriter, spec: TargetSpec, lowered: Lowered, maker: ParameterMaker,
-                      shown: Progress) -> int:
-    with writer.params(spec.file_stem) as params:
-        for p in lowered.parameters:
-            array = maker.make(p.recipe, p.dtype)
-            assert array.shape == p.shape, (p.name, array.shape, p.shape)
-            params.add(p.name, {"": array})
-            shown.advance(p.name)
-    return _parameter_bytes(lowered)
 
 
 def _weight_bytes(checkpoint: Checkpoint, formats: Mapping[str, WeightFormat]) -> int:
     """What the matrices will take, known before anything is compiled; packing may pad them a little."""
     return int(sum(np.prod(checkpoint.tensors[name].shape) * fmt.bytes_per_weight() for name, fmt in formats.items()))
+
+
+def _least_bytes(checkpoint: Checkpoint, plans: Sequence[TargetPlan]) -> int:
+    """What the bundle takes at least: targets of one kind with the same formats share their parameters."""
+    different = {(plan.spec.kind, tuple(sorted((name, fmt.name) for name, fmt in plan.formats.items()))): plan
+                 for plan in plans}
+    return (sum(_weight_bytes(checkpoint, plan.formats) for plan in different.values()) + len(plans) * _LIBRARY_BYTES)
 
 
 def _parameter_bytes(lowered: Lowered) -> int:
@@ -292,7 +346,7 @@ def _export(lowered: Lowered, library: Path) -> None:
                            f"{(str(error).strip().splitlines() or [type(error).__name__])[-1]}") from error
 
 
-def _write_text_members(writer: BundleWriter, checkpoint: Checkpoint, lowered: Lowered) -> None:
+def _write_text_members(writer: BundleWriter, checkpoint: Checkpoint) -> None:
     assets = checkpoint.assets
     for name, data in assets.files.items():
         writer.add_bytes(f"tokenizer/{name}", data)
@@ -303,11 +357,13 @@ def _write_text_members(writer: BundleWriter, checkpoint: Checkpoint, lowered: L
         "end_token_ids": list(assets.end_token_ids), "add_bos": assets.add_bos,
         "special_tokens": assets.special_tokens, "generation": generation}))
     writer.add_bytes("audit.json", canonical_json(checkpoint.audit.to_json()))
-    # Times differ from build to build and would make equal builds differ.
-    explanation = {**lowered.explanation, **{
+
+
+def _explanation(lowered: Lowered) -> dict[str, Any]:
+    """Without times, which differ from build to build and would make equal builds differ."""
+    return {**lowered.explanation, **{
         kind: [{k: v for k, v in p.items() if k != "seconds"} for p in lowered.explanation[kind]]
         for kind in ("phases", "passes")}}
-    writer.add_bytes("explain.json", canonical_json(explanation))
 
 
 def _chat_problem(checkpoint: Checkpoint) -> str | None:
@@ -325,9 +381,8 @@ def _chat_problem(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _record_canaries(writer: BundleWriter, entry: TargetEntry, library: Path, info: ModelInfo,
-                     checkpoint: Checkpoint, formats: dict[str, Any]) -> CanarySet:
-    """Run the fresh library on the packed parameters and keep its answers."""
+def _record_canaries(writer: BundleWriter, home: _Built, info: ModelInfo, checkpoint: Checkpoint) -> CanarySet:
+    """Run a fresh library on the packed parameters and keep its answers."""
     import tokenizers
 
     from relaxpack.runtime.canaries import record
@@ -336,29 +391,41 @@ def _record_canaries(writer: BundleWriter, entry: TargetEntry, library: Path, in
     encode = tokenizers.Tokenizer.from_str(checkpoint.assets.files["tokenizer.json"].decode())
     prompts: dict[str, Sequence[int]] = {name: ids[:info.max_context // 2] for name, text in CANARY_TEXTS.items()
                                          if (ids := encode.encode(text, add_special_tokens=False).ids)}
-    parameters = writer.open_params(entry.params)
-    runner = make_runner(library, entry, info, (parameters[name] for name in entry.param_order))
-    return record(runner, prompts, tolerance({f.name for f in formats.values()}, info.activation_dtype))
+    parameters = writer.open_params(home.entry)
+    own = dataclasses.replace(info, activation_dtype=home.plan.activation_dtype, kv_dtype=home.plan.kv_dtype)
+    runner = make_runner(home.library, home.entry, own, (parameters[name] for name in home.entry.param_order))
+    formats = {fmt.name for fmt in home.plan.formats.values()}
+    return record(runner, prompts, tolerance(formats, home.plan.activation_dtype))
 
 
-def _target_entry(spec: TargetSpec, lowered: Lowered) -> TargetEntry:
+def _target_entry(plan: TargetPlan, lowered: Lowered, stem: str, shared: dict[str, tuple[str, ...]],
+                  explain: str) -> TargetEntry:
     return TargetEntry(
-        spec, f"lib/{spec.file_stem}.so", spec.file_stem, tuple(p.name for p in lowered.parameters),
+        plan.spec, f"lib/{plan.spec.file_stem}.so", stem, tuple(p.name for p in lowered.parameters),
         lowered.functions, lowered.bounds, lowered.buckets,
-        {"arena_bytes": lowered.arena_bytes()}, lowered.kernel_counts())
+        {"arena_bytes": lowered.arena_bytes(), "weight_bytes": _parameter_bytes(lowered)}, lowered.kernel_counts(),
+        activation_dtype=plan.activation_dtype, kv_dtype=plan.kv_dtype, shared_params=shared, explain=explain)
 
 
-def _manifest(checkpoint: Checkpoint, info: ModelInfo, spec: TargetSpec, lowered: Lowered,
-              options: BuildOptions) -> Manifest:
+def _manifest(checkpoint: Checkpoint, info: ModelInfo, built: Sequence[_Built], options: BuildOptions) -> Manifest:
     stored: Counter[str] = Counter()
-    for p in lowered.parameters:
-        stored[p.recipe.format if isinstance(p.recipe, Pack) else "f32"] += p.bytes
+    for one in built:
+        stored.update(one.stored)
     compiler = {"apache-tvm": tvm_setup.TVM_VERSION}
     source = checkpoint.source.to_json()
-    digest = sha256_bytes(canonical_json({"source": source, "tensors": {
-        name: [list(t.shape), t.format.name] for name, t in checkpoint.tensors.items()}}))
-    key = artifact_key(source_digest=digest, relaxpack_version=relaxpack.__version__, compiler=compiler,
-                       targets=[spec.to_json()], weights=options.weights, build_options=options.to_json())
+    key = artifact_key(source_digest=_source_digest(checkpoint, built), relaxpack_version=relaxpack.__version__,
+                       compiler=compiler, targets=[one.plan.spec.to_json() for one in built], weights=options.weights,
+                       build_options=options.to_json())
     return Manifest(relaxpack.__version__, key, info, WeightsSummary(dict(sorted(stored.items()))),
-                    (_target_entry(spec, lowered),), compiler,
-                    source, options.to_json())
+                    tuple(one.entry for one in built), compiler, source, options.to_json())
+
+
+def _source_digest(checkpoint: Checkpoint, built: Sequence[_Built]) -> str:
+    """Names the checkpoint by its content: where it came from, its config, everything about text, and each number that
+    went into a parameter (by the digest of the parameter, made while it was written)."""
+    assets = dataclasses.asdict(checkpoint.assets)
+    assets["files"] = {name: sha256_bytes(data) for name, data in checkpoint.assets.files.items()}
+    return sha256_bytes(canonical_json({
+        "source": checkpoint.source.to_json(), "config": checkpoint.config.to_json(), "assets": assets,
+        "audit": checkpoint.audit.to_json(), "generation": dataclasses.asdict(checkpoint.generation),
+        "parameters": {one.plan.spec.name: one.digests for one in built}}))

@@ -57,8 +57,8 @@ def load_runner(bundle: Bundle, kind: str | None = None, num_pages: int | None =
                 graphs: bool = True) -> CpuModelRunner | CudaModelRunner:
     """The runner of the bundle's best target for this machine, of one `kind` ("cpu", "cuda") if given."""
     entry = bundle.select_target(kind=kind)
-    parameters = (array for _, array in bundle.params(entry.params))
-    return make_runner(bundle.path(entry.library), entry, bundle.manifest.model_info, parameters, num_pages, graphs)
+    parameters = (array for _, array in bundle.open_params(entry).items(entry.param_order))
+    return make_runner(bundle.path(entry.library), entry, bundle.manifest.info_for(entry), parameters, num_pages, graphs)
 
 
 _first_process: list[int] = []     # id of the process that loaded a model; a fork inherits it
@@ -82,4 +82,4 @@ def load_model(path: str | Path, num_pages: int | None = None, kind: str | None 
     bundle = Bundle.open(path)
     _refuse_fork()
     runner = load_runner(bundle, kind, num_pages)
-    return LoadedModel(bundle, bundle.manifest.model_info, runner, Tokenizer.from_bundle(bundle))
+    return LoadedModel(bundle, runner.info, runner, Tokenizer.from_bundle(bundle))

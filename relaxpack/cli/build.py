@@ -20,8 +20,9 @@ import click
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path),
               help="The bundle to write: a folder, or a single file if the name ends in .rpk.")
-@click.option("--target", default="cpu", show_default=True,
-              help="cpu (this one), cpu:x86-64-v3, cpu:x86-64-v4, cuda (the GPU here) or cuda:sm_XX.")
+@click.option("--target", "targets", multiple=True, default=("cpu",), show_default=True, metavar="TARGET",
+              help="cpu (this one), cpu:x86-64-v3, cpu:x86-64-v4, cuda (the GPU here) or cuda:sm_XX. Repeatable: a bundle "
+                   "may hold several, and the runtime picks.")
 @click.option("--weights", default="as-is", show_default=True,
               type=click.Choice(["as-is", "q4", "q8", "f16", "bf16", "f32"]),
               help="How weights are stored; q4 and q8 keep what has that many bits or fewer.")
@@ -45,15 +46,20 @@ import click
 @click.option("--timing", is_flag=True, help="Print what each pass took and what it left of the module.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON on stdout.")
-def build(model: str, output: Path, target: str, dump: Path | None, force: bool, as_json: bool, timing: bool,
+def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None, force: bool, as_json: bool, timing: bool,
           disabled: tuple[str, ...], ignored: tuple[str, ...], **options: Any) -> None:
-    """Build a bundle of MODEL: a Hugging Face folder, a .gguf file, or the name smollm2."""
+    """Build a bundle of MODEL: a Hugging Face folder, a .gguf file, or the name smollm2.
+
+    \b
+    relaxpack build smollm2 -o smol.bundle
+    relaxpack build ./Llama-3.1-8B -o llama.bundle --target cpu --target cuda:sm_90a --max-batch 64
+    """
     from relaxpack.cli.progress import StageBars
     from relaxpack.compile import BuildOptions, build_bundle
 
     chosen = BuildOptions(disabled_passes=frozenset(disabled), ignore_config_keys=ignored, **options)
     with _interruptible() as check, StageBars(check) as bars:
-        report = build_bundle(model, output, target, chosen, force=force, dump=dump, progress=bars)
+        report = build_bundle(model, output, targets, chosen, force=force, dump=dump, progress=bars)
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     if timing:
@@ -111,16 +117,17 @@ def _print_summary(report: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    info = report.manifest.model_info
     console = Console(stderr=True)
-    title = f"{report.path}: {info.name} for {report.manifest.targets[0].target.name}"
-    table = Table(title=title, title_justify="left")
+    names = ", ".join(target.name for target in report.targets)
+    table = Table(title=f"{report.path}: {report.manifest.model_info.name} for {names}", title_justify="left")
     table.add_column("stage")
     table.add_column("seconds", justify="right")
     table.add_column("what")
-    what = {"library": f"{report.library_bytes / 1e6:.1f} MB of code, {report.kernel_text()}",
-            "weights": f"{report.params_bytes / 1e6:.1f} MB: {report.formats_text()}",
-            "compile": ", ".join(f"{p['phase']} {p['seconds']:.1f} s" for p in report.phases)}
+    several = len(report.targets) > 1
+    what = {"library": "\n".join(f"{f'{t.name}: ' if several else ''}{t.library_bytes / 1e6:.1f} MB of code, "
+                                 f"{t.kernel_text()}" for t in report.targets),
+            "weights": f"{report.params_bytes / 1e6:.1f} MB: {report.formats_text()}" + _shared_text(report),
+            "compile": ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in _phase_seconds(report).items())}
     for stage, seconds in report.seconds.items():
         table.add_row(stage, f"{seconds:.1f}", what.get(stage, ""))
     table.add_row("total", f"{sum(report.seconds.values()):.1f}", "", style="bold")
@@ -128,3 +135,16 @@ def _print_summary(report: Any) -> None:
     path = shlex.quote(str(report.path))
     next_step = f"relaxpack chat {path}" if report.can_chat else f"relaxpack generate {path} --raw \"Once upon a time\""
     console.print(f"Next: {next_step}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _phase_seconds(report: Any) -> dict[str, float]:
+    """Over all targets."""
+    sums: dict[str, float] = {}
+    for phase in report.phases:
+        sums[phase["phase"]] = sums.get(phase["phase"], 0.0) + phase["seconds"]
+    return sums
+
+
+def _shared_text(report: Any) -> str:
+    shared = sum(target.params_bytes - target.own_params_bytes for target in report.targets)
+    return f"\n{shared / 1e6:.1f} MB more are shared by targets" if shared else ""

@@ -18,6 +18,7 @@ import pytest
 from relaxpack.compile import BuildOptions, build_bundle
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.canary import CanarySet
+from relaxpack.dist.manifest import FORMAT_VERSION
 from relaxpack.errors import BundleError
 from relaxpack.runtime.canaries import check
 from relaxpack.runtime.load import load_model
@@ -149,7 +150,7 @@ def test_a_member_of_another_size_is_refused_at_once(copy: Path, damage: Callabl
 
 def test_another_cpu_and_a_newer_format_are_refused(copy: Path) -> None:
     manifest = json.loads((copy / "manifest.json").read_text())
-    newer = {**manifest, "format_version": manifest["format_version"] + 1}
+    newer = {**manifest, "format_version": FORMAT_VERSION + 1}
     (copy / "manifest.json").write_text(json.dumps(newer))
     with pytest.raises(BundleError, match="format"):
         load_model(copy)

@@ -41,7 +41,7 @@ def test_unknown_fields_are_kept() -> None:
 
 def test_newer_format_is_refused_by_name_whatever_else_it_holds() -> None:
     data = json.dumps({"format_version": FORMAT_VERSION + 1, "relaxpack_version": "9.1", "targets": "other"}).encode()
-    with pytest.raises(NewerFormatError, match="format 2 is newer.*relaxpack 9.1"):
+    with pytest.raises(NewerFormatError, match=f"format {FORMAT_VERSION + 1} is newer.*relaxpack 9.1"):
         Manifest.from_bytes(data)
 
 

@@ -1,0 +1,70 @@
+"""What is decided for each target of a build before anything is compiled: dtypes and weight formats. Knows no kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from relaxpack.errors import UsageError
+from relaxpack.target import TargetSpec, parse_target
+from relaxpack.weight_format import WeightFormat
+from relaxpack.weights import choose_formats
+
+if TYPE_CHECKING:
+    from relaxpack.relax_models.checkpoint import Checkpoint
+
+Targets = str | TargetSpec | Sequence[str | TargetSpec]
+
+_ACTIVATIONS = {"cpu": ("float32",), "cuda": ("bfloat16", "float16")}     # the first one is the default
+_COMPUTE = {"cpu": "CPU kernels compute in float32", "cuda": "GPU kernels compute in bfloat16 or float16"}
+_CACHE = {"cpu": "the KV cache of a CPU is float16 or float32", "cuda": "the KV cache of a GPU has the activations' dtype"}
+
+
+@dataclass(frozen=True)
+class TargetPlan:
+    spec: TargetSpec
+    activation_dtype: str
+    kv_dtype: str
+    formats: Mapping[str, WeightFormat]     # of each matrix of the checkpoint
+
+
+def target_specs(targets: Targets) -> tuple[TargetSpec, ...]:
+    """Raises UsageError where one is unknown, where one stands twice and where there is none."""
+    several = [targets] if isinstance(targets, str | TargetSpec) else list(targets)
+    specs = tuple(parse_target(target) if isinstance(target, str) else target for target in several)
+    if not specs:
+        raise UsageError("no target: name at least one, like cpu or cuda:sm_90a")
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"target {name} is given twice: a bundle holds each target once")
+    return specs
+
+
+def plan_targets(specs: Sequence[TargetSpec], checkpoint: Checkpoint, weights: str, activation_dtype: str | None,
+                 kv_dtype: str | None) -> list[TargetPlan]:
+    """A dtype that is given holds for the targets that can have it and must be possible for one of them; the others
+    have their default."""
+    kinds = list(dict.fromkeys(spec.kind for spec in specs))
+
+    def refuse(what: str, why: dict[str, str]) -> NoReturn:
+        raise UsageError(f"{what}: " + "; ".join(why[kind] for kind in kinds))
+
+    activations = {kind: activation_dtype if activation_dtype in _ACTIVATIONS[kind] else _ACTIVATIONS[kind][0]
+                   for kind in kinds}
+    if activation_dtype is not None and activation_dtype not in activations.values():
+        refuse(f"activation dtype {activation_dtype}", _COMPUTE)
+    caches = {kind: _kv_dtype(kind, str(activations[kind]), weights, kv_dtype) for kind in kinds}
+    if kv_dtype is not None and kv_dtype not in caches.values():
+        refuse(f"KV dtype {kv_dtype}", _CACHE)
+    return [TargetPlan(spec, str(activations[spec.kind]), caches[spec.kind],
+                       choose_formats(checkpoint, weights, str(activations[spec.kind]))) for spec in specs]
+
+
+def _kv_dtype(kind: str, activation_dtype: str, weights: str, wanted: str | None) -> str:
+    if kind == "cuda":
+        return activation_dtype
+    default = "float32" if weights == "f32" else "float16"
+    return wanted if wanted in ("float16", "float32") else default
