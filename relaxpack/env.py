@@ -21,3 +21,9 @@ def num_threads() -> int:
 def api_key() -> str | None:
     """RELAXPACK_API_KEY: sent as bearer token by clients of a server."""
     return os.environ.get("RELAXPACK_API_KEY") or None
+
+
+def tuning_database() -> str:
+    """RELAXPACK_TUNING_DB: path or postgresql:// URL of the tuning database; by default a file of this user's."""
+    default = os.path.join(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share"), "relaxpack", "tuning.sqlite")
+    return os.environ.get("RELAXPACK_TUNING_DB") or default

@@ -14,7 +14,11 @@
     │   ├── UnsafeMemberError     a member's name or kind could reach outside the bundle
     │   └── TargetMismatchError   the bundle is for another machine
     ├── EnvironmentProblem (6)    a library or device is missing or of the wrong version
-    └── RequestError (7)          a generation request is invalid (HTTP 400)
+    ├── RequestError (7)          a generation request is invalid (HTTP 400)
+    └── TuningError (8)           tuning, or the database of its records, failed
+        ├── DamagedRecordError    a tuning record has a wrong field or digest
+        ├── DatabaseError         a store or exchange place cannot be reached, or is none
+        └── NewerDatabaseError    written by a newer relaxpack
 
 Messages say what is wrong, what was given, and what to do next. The CLI prints them as one line and exits with
 `exit_code`; anything else that escapes is a bug and shows a traceback.
@@ -89,3 +93,19 @@ class RequestError(RelaxpackError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class TuningError(RelaxpackError):
+    exit_code = 8
+
+
+class DamagedRecordError(TuningError):
+    pass
+
+
+class DatabaseError(TuningError):
+    pass
+
+
+class NewerDatabaseError(TuningError):
+    pass
