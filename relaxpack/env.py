@@ -25,5 +25,5 @@ def api_key() -> str | None:
 
 def tuning_database() -> str:
     """RELAXPACK_TUNING_DB: path or postgresql:// URL of the tuning database; by default a file of this user's."""
-    default = os.path.join(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share"), "relaxpack", "tuning.sqlite")
-    return os.environ.get("RELAXPACK_TUNING_DB") or default
+    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    return os.environ.get("RELAXPACK_TUNING_DB") or os.path.join(data, "relaxpack", "tuning.sqlite")
