@@ -6,6 +6,7 @@ threads; a second step then merges the parts (running maximum, sum, weighted val
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from relaxpack.kernel_spec import AttentionSpec
@@ -33,17 +34,21 @@ from .builder import (
 from .isa import Isa, exp, fma, reduce_max, reduce_sum, to_float, vmax
 from .rope_append import pages_shape
 
-KEYS = 64           # keys of one softmax step
-MAX_PARTS = 8
-KEYS_OF_PART = 128  # fewer keys are not worth a task
-FEW_TASKS = 16      # sequences x KV heads below which the context is cut into parts
-SERIAL_KEYS = 96
 LOWEST = -1e30      # stands for minus infinity; differences stay finite
 
 
-def decode_attention(isa: Isa, spec: AttentionSpec) -> Any:
+@dataclass(frozen=True)
+class DecodeTuning:
+    keys: int = 64           # of one softmax step
+    max_parts: int = 8
+    keys_of_part: int = 128  # fewer are not worth a task
+    few_tasks: int = 16      # sequences x KV heads below which the context is cut into parts
+    serial_keys: int = 96    # up to these no threads are started
+
+
+def decode_attention(isa: Isa, spec: AttentionSpec, tuning: DecodeTuning = DecodeTuning()) -> Any:
     """PrimFunc: q f32[t, H*D], pages, page_table i32[t, max_pages], lengths i32[t], layer → y f32[t, H*D]."""
-    t, p = symbol("t"), symbol("p")
+    t, p, step_keys = symbol("t"), symbol("p"), tuning.keys
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     group, lanes = heads // kv_heads, isa.lanes
     pieces = vectors_of(dim, lanes)
@@ -53,14 +58,14 @@ def decode_attention(isa: Isa, spec: AttentionSpec) -> Any:
 
     def body(q: Any, pages: Any, page_table: Any, lengths: Any, layer: Expr, y: Any) -> None:
         longest = Registers(1, 1, "int32", T.int32(0))
-        with when(t * i64(kv_heads) < i64(FEW_TASKS)), loop(t) as s:
+        with when(t * i64(kv_heads) < i64(tuning.few_tasks)), loop(t) as s:
             longest[0] = T.max(longest[0], lengths[s])
-        wanted = T.truncdiv(T.Cast("int64", longest[0]) + i64(KEYS_OF_PART - 1), i64(KEYS_OF_PART))
-        parts = hold_index(T.max(minimum(wanted, i64(MAX_PARTS)), i64(1)))
+        wanted = T.truncdiv(T.Cast("int64", longest[0]) + i64(tuning.keys_of_part - 1), i64(tuning.keys_of_part))
+        parts = hold_index(T.max(minimum(wanted, i64(tuning.max_parts)), i64(1)))
         # TVM moves allocations to the top: their shapes can only use parameters.
-        kept = T.Select(t * i64(kv_heads) < i64(FEW_TASKS), t * i64(heads), i64(1))
-        values = T.alloc_buffer((kept, i64(MAX_PARTS), i64(dim)), "float32")
-        state = T.alloc_buffer((kept, i64(MAX_PARTS), i64(2)), "float32")
+        kept = T.Select(t * i64(kv_heads) < i64(tuning.few_tasks), t * i64(heads), i64(1))
+        values = T.alloc_buffer((kept, i64(tuning.max_parts), i64(dim)), "float32")
+        state = T.alloc_buffer((kept, i64(tuning.max_parts), i64(2)), "float32")
 
         def one_task(task: Expr) -> None:
             part = hold_index(T.truncmod(task, parts))
@@ -69,15 +74,15 @@ def decode_attention(isa: Isa, spec: AttentionSpec) -> Any:
             kv_head = hold_index(T.truncmod(pair, i64(kv_heads)))
             length = hold_index(T.Cast("int64", lengths[seq]))
             first = hold_index(T.max(length - i64(spec.window), i64(0))) if spec.window is not None else i64(0)
-            steps = T.truncdiv(length - first + i64(KEYS - 1), i64(KEYS))
-            chunk = hold_index(T.truncdiv(steps + parts - i64(1), parts) * i64(KEYS))
+            steps = T.truncdiv(length - first + i64(step_keys - 1), i64(step_keys))
+            chunk = hold_index(T.truncdiv(steps + parts - i64(1), parts) * i64(step_keys))
             begin = hold_index(first + part * chunk)
             end = hold_index(minimum(begin + chunk, length))
 
             query = T.alloc_buffer((i64(group), i64(dim)), "float32")
             acc = T.alloc_buffer((i64(group), i64(dim)), "float32")
-            scores = T.alloc_buffer((i64(group), i64(KEYS)), "float32")
-            rows = T.alloc_buffer((i64(KEYS), i64(dim)), "float32")  # this step's values
+            scores = T.alloc_buffer((i64(group), i64(step_keys)), "float32")
+            rows = T.alloc_buffer((i64(step_keys), i64(dim)), "float32")  # this step's values
             top, mass = (T.alloc_buffer((i64(group),), "float32") for _ in range(2))
             with loop(group) as g:
                 store(top, T.float32(LOWEST), g)
@@ -87,9 +92,9 @@ def decode_attention(isa: Isa, spec: AttentionSpec) -> Any:
                     store(query, source * const(spec.scale, n), g, i64(at), lanes=n)
                     store(acc, const(0.0, n), g, i64(at), lanes=n)
 
-            with loop(T.max(T.truncdiv(end - begin + i64(KEYS - 1), i64(KEYS)), i64(0))) as step:
-                start = hold_index(begin + step * i64(KEYS))
-                count = hold_index(minimum(end - start, i64(KEYS)))
+            with loop(T.max(T.truncdiv(end - begin + i64(step_keys - 1), i64(step_keys)), i64(0))) as step:
+                start = hold_index(begin + step * i64(step_keys))
+                count = hold_index(minimum(end - start, i64(step_keys)))
                 with loop(count) as j:
                     page = T.bind(T.Cast("int64", page_table[seq, T.truncdiv(start + j, i64(spec.page_size))]))
                     offset = hold_index(T.truncmod(start + j, i64(spec.page_size)))
@@ -104,9 +109,9 @@ def decode_attention(isa: Isa, spec: AttentionSpec) -> Any:
                     with loop(group) as g:
                         store(scores, _dot(query, g, key, pieces), g, j)
                 with loop(group) as g:
-                    with loop(i64(KEYS) - count) as j:
+                    with loop(i64(step_keys) - count) as j:
                         store(scores, T.float32(LOWEST), g, count + j)
-                    softmax_step(isa, scores, g, top, mass, acc, pieces)
+                    softmax_step(isa, step_keys, scores, g, top, mass, acc, pieces)
                     sums = [Registers(1, n, start=load(acc, g, i64(at), lanes=n)) for at, n in pieces]
                     with loop(count) as j:
                         weight = T.bind(scores[g, j])
@@ -142,7 +147,7 @@ def decode_attention(isa: Isa, spec: AttentionSpec) -> Any:
 
         # `longest` is 0 where tasks are many. Starting the threads costs as much as attending to a few keys.
         keys = t * T.Cast("int64", longest[0])
-        either(T.And(keys > i64(0), keys <= i64(SERIAL_KEYS)), serial, threads)
+        either(T.And(keys > i64(0), keys <= i64(tuning.serial_keys)), serial, threads)
         with when(parts > i64(1)), loop(t * i64(heads)) as row:
             _merge(row, parts, values, state, y, heads, dim, pieces)
 
@@ -162,10 +167,11 @@ def _dot(query: Any, g: Expr, key: list[Expr], pieces: list[tuple[int, int]]) ->
     return total
 
 
-def softmax_step(isa: Isa, scores: Any, row: Expr, top: Any, mass: Any, acc: Any, pieces: list[tuple[int, int]]) -> None:
-    """Turn one row of KEYS scores into weights exp(score - maximum) and rescale what was summed before."""
+def softmax_step(isa: Isa, keys: int, scores: Any, row: Expr, top: Any, mass: Any, acc: Any,
+                 pieces: list[tuple[int, int]]) -> None:
+    """Turn one row of `keys` scores into weights exp(score - maximum) and rescale what was summed before."""
     lanes = isa.lanes
-    vectors = [T.bind(load(scores, row, i64(v * lanes), lanes=lanes)) for v in range(KEYS // lanes)]
+    vectors = [T.bind(load(scores, row, i64(v * lanes), lanes=lanes)) for v in range(keys // lanes)]
     biggest = vectors[0]
     for vector in vectors[1:]:
         biggest = vmax(biggest, vector, lanes)

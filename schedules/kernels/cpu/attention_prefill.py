@@ -7,11 +7,12 @@ to threads from both ends of the sequence, because a later block sees more keys.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from relaxpack.kernel_spec import AttentionSpec
 
-from .attention_decode import KEYS, LOWEST, softmax_step
+from .attention_decode import LOWEST, softmax_step
 from .builder import (
     Expr,
     Registers,
@@ -33,18 +34,28 @@ from .builder import (
 from .isa import Isa, fma, to_float
 from .rope_append import pages_shape
 
-ROWS = 48       # rows (queries x heads of a group) of one task
-COLUMNS = 4     # vectors of one register tile
+
+@dataclass(frozen=True)
+class PrefillTuning:
+    keys: int = 64      # of one softmax step
+    rows: int = 48      # (queries x heads of a group) of one task
+    tile: int = 3       # rows of one register tile
+    columns: int = 4    # its vectors
 
 
-def prefill_attention(isa: Isa, spec: AttentionSpec) -> Any:
+def default_tuning(isa: Isa) -> PrefillTuning:
+    return PrefillTuning(tile=4 if isa.lanes == 16 else 3)
+
+
+def prefill_attention(isa: Isa, spec: AttentionSpec, tuning: PrefillTuning | None = None) -> Any:
     """PrimFunc: q f32[t, H*D], pages, page_table i32[b, max_pages], query_start i32[b+1], lengths i32[b], layer
     → y f32[t, H*D]."""
     t, p, b = symbol("t"), symbol("p"), symbol("b")
+    tuning = tuning or default_tuning(isa)
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     group, lanes = heads // kv_heads, isa.lanes
-    queries = max(1, ROWS // group)
-    tile = 4 if lanes == 16 else 3
+    queries = max(1, tuning.rows // group)
+    tile, step_keys = tuning.tile, tuning.keys
     rows = -(-queries * group // tile) * tile
     pieces = vectors_of(dim, lanes)
     params = [("q", (t, heads * dim), "float32"), ("pages", pages_shape(spec, p), spec.kv_dtype),
@@ -85,9 +96,9 @@ def prefill_attention(isa: Isa, spec: AttentionSpec) -> Any:
 
         query = T.alloc_buffer((i64(rows), i64(dim)), "float32")
         acc = T.alloc_buffer((i64(rows), i64(dim)), "float32")
-        scores = T.alloc_buffer((i64(rows), i64(KEYS)), "float32")
-        keys = T.alloc_buffer((i64(dim), i64(KEYS)), "float32")
-        values = T.alloc_buffer((i64(KEYS), i64(dim)), "float32")
+        scores = T.alloc_buffer((i64(rows), i64(step_keys)), "float32")
+        keys = T.alloc_buffer((i64(dim), i64(step_keys)), "float32")
+        values = T.alloc_buffer((i64(step_keys), i64(dim)), "float32")
         top = T.alloc_buffer((i64(rows),), "float32")
         mass = T.alloc_buffer((i64(rows),), "float32")
         with loop(tiles * i64(tile)) as r:
@@ -100,16 +111,16 @@ def prefill_attention(isa: Isa, spec: AttentionSpec) -> Any:
                 store(query, load(q, token, column + i64(at), lanes=n) * const(spec.scale, n), r, i64(at), lanes=n)
                 store(acc, const(0.0, n), r, i64(at), lanes=n)
 
-        with loop(T.truncdiv(end - begin + i64(KEYS - 1), i64(KEYS))) as step:
-            start = T.bind(begin + step * i64(KEYS))
-            visible = T.bind(minimum(end - start, i64(KEYS)))
+        with loop(T.truncdiv(end - begin + i64(step_keys - 1), i64(step_keys))) as step:
+            start = T.bind(begin + step * i64(step_keys))
+            visible = T.bind(minimum(end - start, i64(step_keys)))
             with loop(visible) as j:
                 _pack_row(spec, pages, page_table, seq, start + j, layer, kv_head, j, keys, values, pieces)
             with loop(tiles) as i:
-                _product(isa, tile, i, query, dim, keys, [(v * lanes, lanes) for v in range(KEYS // lanes)], scores, False)
+                _product(tuning, i, query, dim, keys, [(v * lanes, lanes) for v in range(step_keys // lanes)], scores, False)
             with loop(used) as r:
                 own = T.bind(position + T.truncdiv(r, i64(group)) - start)  # the query's own key, in this block's count
-                for v in range(KEYS // lanes):
+                for v in range(step_keys // lanes):
                     lane = T.Ramp(T.int32(v * lanes), T.int32(1), lanes)
                     seen = lane <= splat(T.Cast("int32", own), lanes)
                     value = T.Select(seen, load(scores, r, i64(v * lanes), lanes=lanes), const(LOWEST, lanes))
@@ -117,9 +128,9 @@ def prefill_attention(isa: Isa, spec: AttentionSpec) -> Any:
                         near = lane > splat(T.Cast("int32", own - i64(spec.window)), lanes)
                         value = T.Select(near, value, const(LOWEST, lanes))
                     store(scores, value, r, i64(v * lanes), lanes=lanes)
-                softmax_step(isa, scores, r, top, mass, acc, pieces)
+                softmax_step(isa, step_keys, scores, r, top, mass, acc, pieces)
             with loop(tiles) as i:
-                _product(isa, tile, i, scores, visible, values, pieces, acc, True)
+                _product(tuning, i, scores, visible, values, pieces, acc, True)
 
         with loop(used) as r:
             token = T.bind(base + inside + T.truncdiv(r, i64(group)))
@@ -143,11 +154,12 @@ def _pack_row(spec: AttentionSpec, pages: Any, page_table: Any, seq: Expr, posit
         store(keys, to_float(pages[layer, page, i64(0), kv_head, offset, d], spec.kv_dtype, 1), d, j)
 
 
-def _product(isa: Isa, tile: int, index: Expr, left: Any, depth: int | Expr, right: Any, columns: list[tuple[int, int]],
-             out: Any, accumulate: bool) -> None:
+def _product(tuning: PrefillTuning, index: Expr, left: Any, depth: int | Expr, right: Any,
+             columns: list[tuple[int, int]], out: Any, accumulate: bool) -> None:
     """out[tile rows, columns] (+)= left[tile rows, :depth] @ right[:depth, columns], in register tiles."""
-    for first in range(0, len(columns), COLUMNS):
-        part = columns[first:first + COLUMNS]
+    tile = tuning.tile
+    for first in range(0, len(columns), tuning.columns):
+        part = columns[first:first + tuning.columns]
         sums = [[Registers(1, n) for _, n in part] for _ in range(tile)]
         rows = [T.bind(index * i64(tile) + i64(m)) for m in range(tile)]
         for m in range(tile):

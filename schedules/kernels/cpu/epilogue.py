@@ -20,8 +20,9 @@ ROWS_OF_TASK = 128  # rows of a prefill task: their activations stay in L2 while
 
 
 def over_panels(spec: LinearSpec, rows: Expr, panels: int, tiles: tuple[int, ...],
-                emit: Callable[[Expr, Expr, int], None]) -> None:
+                emit: Callable[[Expr, Expr, int], None], rows_of_task: int = ROWS_OF_TASK, threads: bool = True) -> None:
     """Spread panels over threads (prefill: panels x blocks of rows) and call emit(panel, first row, rows of the tile).
+    Without `threads` the caller's thread does all panels of a decode.
 
     `tiles` are tile heights, small to large. Rows are covered by the largest, what remains by the smallest; the last
     tile may reach beyond the rows. In decode one row alone has code of its own (a tile of 1).
@@ -35,13 +36,13 @@ def over_panels(spec: LinearSpec, rows: Expr, panels: int, tiles: tuple[int, ...
             first = hold_index(start + blocks * i64(tile))
 
     if spec.phase == "prefill":
-        blocks = hold_index(T.truncdiv(rows + i64(ROWS_OF_TASK - 1), i64(ROWS_OF_TASK)))
+        blocks = hold_index(T.truncdiv(rows + i64(rows_of_task - 1), i64(rows_of_task)))
         with parallel(blocks * i64(panels)) as task:
-            first = hold_index(T.truncmod(task, blocks) * i64(ROWS_OF_TASK))
-            end = hold_index(minimum(first + i64(ROWS_OF_TASK), rows))
+            first = hold_index(T.truncmod(task, blocks) * i64(rows_of_task))
+            end = hold_index(minimum(first + i64(rows_of_task), rows))
             cover(hold_index(T.truncdiv(task, blocks)), first, end)
         return
-    with parallel(panels) as panel:
+    with (parallel if threads else loop)(panels) as panel:
         either(rows == i64(1), lambda: emit(panel, i64(0), 1), lambda: cover(panel, i64(0), rows))
 
 

@@ -7,17 +7,28 @@ multiply by both scales. Rows beyond the last are clamped to it (computed twice,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from relaxpack.kernel_spec import LinearSpec
 
 from .builder import Expr, Registers, T, build, const, hold_index, i64, load, loop, minimum, rows_loop, splat, store, symbol
-from .epilogue import over_panels, store_panel, store_tile
+from .epilogue import ROWS_OF_TASK, over_panels, store_panel, store_tile
 from .isa import Isa, fma, prefetch, to_float
 from .layout import HALF, LARGEST, OFFSETS, PANEL, Record, weight_layout
 from .quantize_rows import QuantizedRows, allocate, quantize_group
 
-PREFETCH_BYTES = 2048
+
+@dataclass(frozen=True)
+class QuantizedTuning:
+    """What may vary without changing the layout of weights or the order in which floats are summed."""
+
+    prefetch: int = 2048             # one row: bytes of the panel's stream that are fetched ahead; 0: none
+    chains: int = 2                  # one row (and small tiles): integer sums that VNNI adds to in turn
+    threads: bool = True             # decode: panels are spread over threads
+    tiles: tuple[int, ...] = (4,)    # heights of tiles of rows, small to large
+    tile_prefetch: bool = True       # tiles: fetch the next panel ahead
+    rows_of_task: int = ROWS_OF_TASK # prefill: rows whose activations stay in L2 while a panel passes over them
 
 
 def _codes(isa: Isa, weight: Any, record: Record, panel: Expr, group: Expr, half: Expr, lane: Expr) -> list[Expr]:
@@ -52,7 +63,7 @@ def _lane_vector(isa: Isa, weight: Any, record: Record, panel: Expr, group: Expr
 
 
 def _add_group(isa: Isa, spec: LinearSpec, weight: Any, q: QuantizedRows, panel: Expr, group: Expr, half: Expr, lane: Expr,
-               rows: list[Expr], acc: Registers, at: int) -> None:
+               rows: list[Expr], acc: Registers, at: int, chains: int) -> None:
     """acc[at + m] += what one group adds to `isa.lanes` outputs of row m."""
     record, lanes, size = Record(spec.weight), isa.lanes, spec.weight.group_size
     largest = LARGEST[spec.weight.name]
@@ -67,27 +78,29 @@ def _add_group(isa: Isa, spec: LinearSpec, weight: Any, q: QuantizedRows, panel:
             dot = isa.signed_dot(codes, values)
         else:
             start = splat(load(q.starts, row, group), lanes) if q.starts is not None else None
-            dot = isa.dot(codes, values, start, largest, 2 if len(rows) <= 4 else 1)
+            dot = isa.dot(codes, values, start, largest, chains if len(rows) <= 4 else 1)
         total = fma(scale * splat(load(q.scales, row, group), lanes), T.Cast(f"float32x{lanes}", dot), acc[at + m])
         if low is not None:
             total = fma(low, splat(load(q.sums, row, group), lanes), total)
         acc[at + m] = total
 
 
-def _one_row(isa: Isa, spec: LinearSpec, weight: Any, q: QuantizedRows, panel: Expr) -> list[Expr]:
+def _one_row(isa: Isa, spec: LinearSpec, tuning: QuantizedTuning, weight: Any, q: QuantizedRows, panel: Expr) -> list[Expr]:
     """Row 0: the panel is one stream of bytes, fetched ahead. → its sums as vectors."""
     lanes, vectors, record = isa.lanes, PANEL // isa.lanes, Record(spec.weight)
     acc = Registers(vectors, lanes, start=const(0.0, lanes))
     with loop(spec.in_features // spec.weight.group_size) as group:
         for v in range(vectors):
             half, lane = divmod(v * lanes, HALF)
-            for line in range(lane * record.size // HALF, (lane + lanes) * record.size // HALF, 64):
-                prefetch(T.address_of(weight[panel, group, i64(half), i64(line + PREFETCH_BYTES)]))
-            _add_group(isa, spec, weight, q, panel, group, i64(half), i64(lane), [i64(0)], acc, v)
+            if tuning.prefetch:
+                for line in range(lane * record.size // HALF, (lane + lanes) * record.size // HALF, 64):
+                    prefetch(T.address_of(weight[panel, group, i64(half), i64(line + tuning.prefetch)]))
+            _add_group(isa, spec, weight, q, panel, group, i64(half), i64(lane), [i64(0)], acc, v, tuning.chains)
     return [acc[v] for v in range(vectors)]
 
 
-def _tile(isa: Isa, spec: LinearSpec, weight: Any, q: QuantizedRows, panel: Expr, rows: list[Expr], sums: Any) -> None:
+def _tile(isa: Isa, spec: LinearSpec, tuning: QuantizedTuning, weight: Any, q: QuantizedRows, panel: Expr,
+          rows: list[Expr], sums: Any) -> None:
     """sums[m, 0..32] of several rows. One vector of outputs at a time walks all of K: together, LLVM would share the
     rows' broadcasts among the vectors and spill every one of them."""
     lanes, record = isa.lanes, Record(spec.weight)
@@ -98,17 +111,22 @@ def _tile(isa: Isa, spec: LinearSpec, weight: Any, q: QuantizedRows, panel: Expr
         groups, part = spec.in_features // spec.weight.group_size, record.size * lanes // HALF
         with loop(groups) as group:
             # All passes together fetch the whole next panel; its bytes come in another order than this pass reads.
-            ahead = (v * i64(groups) + group) * i64(part)
-            for line in range(0, part, 64):
-                prefetch(T.address_of(weight[panel + i64(1), i64(0), i64(0), ahead + i64(line)]))
-            _add_group(isa, spec, weight, q, panel, group, half, lane, rows, acc, 0)
+            if tuning.tile_prefetch:
+                ahead = (v * i64(groups) + group) * i64(part)
+                for line in range(0, part, 64):
+                    prefetch(T.address_of(weight[panel + i64(1), i64(0), i64(0), ahead + i64(line)]))
+            _add_group(isa, spec, weight, q, panel, group, half, lane, rows, acc, 0, tuning.chains)
         for m in range(len(rows)):
             store(sums, acc[m], i64(m), v * i64(lanes), lanes=lanes)
 
 
-def linear_quantized(isa: Isa, spec: LinearSpec) -> Any:
+def default_tuning(isa: Isa) -> QuantizedTuning:
+    return QuantizedTuning(tiles=(4, 16) if isa.lanes == 16 else (4,))
+
+
+def linear_quantized(isa: Isa, spec: LinearSpec, tuning: QuantizedTuning | None = None) -> Any:
     """PrimFunc: x f32[t, K], weight, [bias], [residual] → y f32[t, N]."""
-    t = symbol("t")
+    tuning, t = tuning or default_tuning(isa), symbol("t")
     (_, shape, dtype), = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.swiglu).buffers
     columns = spec.out_features // 2 if spec.swiglu else spec.out_features
     params = [("x", (t, spec.in_features), "float32"), ("weight", shape, dtype)]
@@ -132,17 +150,15 @@ def linear_quantized(isa: Isa, spec: LinearSpec) -> Any:
 
         rows_loop(t, quantize)
 
-        tiles = (4, 16) if isa.lanes == 16 else (4,)
-
         def rows_tile(panel: Expr, first: Expr, count: int) -> None:
             if count == 1:
-                store_panel(spec, _one_row(isa, spec, weight, q, panel), isa.lanes, i64(0), panel, bias, residual, y)
+                store_panel(spec, _one_row(isa, spec, tuning, weight, q, panel), isa.lanes, i64(0), panel, bias, residual, y)
                 return
             sums = T.alloc_buffer((i64(count), i64(PANEL)), "float32")
             rows = [hold_index(minimum(first + i64(m), t - i64(1))) for m in range(count)]
-            _tile(isa, spec, weight, q, panel, rows, sums)
+            _tile(isa, spec, tuning, weight, q, panel, rows, sums)
             store_tile(spec, sums, isa.lanes, panel, first, count, t, bias, residual, y)
 
-        over_panels(spec, t, shape[0], tiles, rows_tile)
+        over_panels(spec, t, shape[0], tuning.tiles, rows_tile, tuning.rows_of_task, tuning.threads)
 
     return build(params, body)

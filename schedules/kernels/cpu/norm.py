@@ -6,6 +6,7 @@ thread. So these kernels do not promise that their buffers never alias.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from relaxpack.kernel_spec import NormSpec
@@ -13,12 +14,16 @@ from relaxpack.kernel_spec import NormSpec
 from .builder import Expr, Registers, T, build, const, i64, load, loop, rows_loop, splat, store, symbol
 from .isa import Isa, fma, reduce_sum
 
-CHAINS = 4
+
+@dataclass(frozen=True)
+class NormTuning:
+    chains: int = 4         # sums of squares side by side
+    serial_below: int = 16  # rows from which on threads share them
 
 
-def norm(isa: Isa, spec: NormSpec) -> Any:
+def norm(isa: Isa, spec: NormSpec, tuning: NormTuning = NormTuning()) -> Any:
     """PrimFunc: x [t, H], [residual [t, H]], weight f32[H] → [total [t, H]], y [t, H]."""
-    t, size, lanes = symbol("t"), spec.hidden_size, isa.lanes
+    t, size, lanes, chains = symbol("t"), spec.hidden_size, isa.lanes, tuning.chains
     rows = [("x", (t, size), "float32")]
     params = rows + ([("residual", (t, size), "float32")] if spec.residual else []) + [("weight", (size,), "float32")]
     params += ([("total", (t, size), "float32")] if spec.residual else []) + [("y", (t, size), "float32")]
@@ -29,9 +34,9 @@ def norm(isa: Isa, spec: NormSpec) -> Any:
         total = names.get("total")
 
         def one(row: Expr) -> None:
-            acc = Registers(CHAINS, lanes)
+            acc = Registers(chains, lanes)
             rest = Registers(1, 1)
-            for c in range(CHAINS):
+            for c in range(chains):
                 acc[c] = const(0.0, lanes)
             rest[0] = T.float32(0)
 
@@ -44,9 +49,9 @@ def norm(isa: Isa, spec: NormSpec) -> Any:
                     store(total, value, row, at, lanes=n)
                 into[index] = fma(value, value, into[index])
 
-            step = CHAINS * lanes
+            step = chains * lanes
             with loop(size // step) as i:
-                for c in range(CHAINS):
+                for c in range(chains):
                     square(i * i64(step) + i64(c * lanes), lanes, acc, c)
             done = size // step * step
             for c in range((size - done) // lanes):
@@ -55,8 +60,7 @@ def norm(isa: Isa, spec: NormSpec) -> Any:
             if done < size:
                 with loop(size - done) as i:
                     square(i + i64(done), 1, rest, 0)
-            summed = acc[0] + acc[1] + (acc[2] + acc[3])
-            mean = (reduce_sum(summed, lanes) + rest[0]) * T.float32(1 / size)
+            mean = (reduce_sum(_tree([acc[c] for c in range(chains)]), lanes) + rest[0]) * T.float32(1 / size)
             inverse = T.bind(T.float32(1) / T.sqrt(mean + T.float32(spec.epsilon)))
             source = total if total is not None else x
 
@@ -69,6 +73,12 @@ def norm(isa: Isa, spec: NormSpec) -> Any:
                 with loop(size % lanes) as i:
                     scale(i + i64(size // lanes * lanes), 1)
 
-        rows_loop(t, one, serial_below=16)
+        rows_loop(t, one, serial_below=tuning.serial_below)
 
     return build(params, body).without_attr("tirx.noalias")
+
+
+def _tree(values: list[Expr]) -> Expr:
+    while len(values) > 1:
+        values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0]

@@ -4,6 +4,7 @@ their page slots, queries to a tensor of their own. Pairs are (i, i + rotary_dim
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from relaxpack.kernel_spec import AttentionSpec
@@ -16,7 +17,12 @@ def pages_shape(spec: AttentionSpec, num_pages: Expr) -> tuple[Any, ...]:
     return (spec.num_layers, num_pages, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
 
 
-def rope_append(isa: Isa, spec: AttentionSpec) -> Any:
+@dataclass(frozen=True)
+class RopeTuning:
+    serial_below: int = 4   # rows from which on threads share them
+
+
+def rope_append(isa: Isa, spec: AttentionSpec, tuning: RopeTuning = RopeTuning()) -> Any:
     """PrimFunc: qkv, rope_table, positions, slots, [q_norm, k_norm], pages, layer → q; pages in place."""
     t, p = symbol("t"), symbol("p")
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -52,7 +58,7 @@ def rope_append(isa: Isa, spec: AttentionSpec) -> Any:
                     base = (head + i64(heads + kv_heads)) * i64(dim) + i64(at)
                     to_page(1, head, at, load(qkv, row, base, lanes=n), n)
 
-        rows_loop(t, one, serial_below=4)
+        rows_loop(t, one, serial_below=tuning.serial_below)
 
     return build(params, body)
 
