@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 CANARY = "canary.json"
 CANARY_VERSION = 1
+LOGITS, HIDDEN = "logit", "hidden state"     # what a canary's values are
 # Largest accepted difference of a logit. The same library on another CPU or GPU sums in another order at most; a wrong
 # layout, a lost instruction set or damaged weights are off by whole units. Formats that round activations on the way
 # (to int8, or to a 16-bit float) turn a change of the last bit into a step, hence the larger values.
@@ -54,9 +55,11 @@ class Canary:
 class CanarySet:
     tolerance: float
     canaries: tuple[Canary, ...]
+    values: str = LOGITS        # HIDDEN: of a model that only embeds; `top_ids` are then places in the hidden state
 
     def to_bytes(self) -> bytes:
-        return canonical_json({"format_version": CANARY_VERSION, "tolerance": self.tolerance,
+        kind = {} if self.values == LOGITS else {"values": self.values}
+        return canonical_json({"format_version": CANARY_VERSION, "tolerance": self.tolerance, **kind,
                                "canaries": [asdict(canary) for canary in self.canaries]}, first="format_version")
 
     @classmethod
@@ -68,7 +71,7 @@ class CanarySet:
             if type(version) is int and version > CANARY_VERSION:
                 raise NewerFormatError(f"{CANARY} has format {version}, this relaxpack reads up to {CANARY_VERSION}")
             canaries = tuple(_read(entry) for entry in value["canaries"])
-            result = cls(float(value["tolerance"]), canaries)
+            result = cls(float(value["tolerance"]), canaries, str(value.get("values", LOGITS)))
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedMemberError(f"{CANARY} is damaged: {type(error).__name__}: {error}") from None
         if not canaries:
@@ -118,23 +121,24 @@ class CanaryReport:
         return value
 
 
-def compare(expected: Canary, actual: Answer, tolerance: float) -> CanaryReport:
+def compare(expected: Canary, actual: Answer, tolerance: float, values: str = LOGITS) -> CanaryReport:
     """Compare one canary with the answer of now. The logits must agree within `tolerance`; a greedy token may differ
     only where the two best were so close at build time that this tolerance explains it, and nothing after it is
     compared then."""
     vocabulary = len(actual.logits)
     if max(expected.top_ids) >= vocabulary:
-        return CanaryReport(expected.name, False, math.inf, None, f"the model answers {vocabulary} logits, the canary "
-                            f"knows token {max(expected.top_ids)}")
+        return CanaryReport(expected.name, False, math.inf, None, f"the model answers {vocabulary} {values}s, the canary "
+                            f"knows that of {max(expected.top_ids)}")
     here = [float(actual.logits[token]) for token in expected.top_ids]
     if not all(math.isfinite(value) for value in here):
-        return CanaryReport(expected.name, False, math.inf, None, "the logits are not finite numbers")
+        return CanaryReport(expected.name, False, math.inf, None, f"the {values}s are not finite numbers")
     differences = [abs(a - b) for a, b in zip(here, expected.top_logits, strict=True)]
     worst = max(range(len(differences)), key=differences.__getitem__)
     difference = differences[worst]
     if not difference <= tolerance:
         return CanaryReport(expected.name, False, difference, None,
-                            f"the logit of token {expected.top_ids[worst]} is {here[worst]:.4f}, it was "
+                            f"the {values} {'at' if values == HIDDEN else 'of token'} {expected.top_ids[worst]} is "
+                            f"{here[worst]:.4f}, it was "
                             f"{expected.top_logits[worst]:.4f} at build (tolerance {tolerance:g})")
     if len(actual.greedy_ids) != len(expected.greedy_ids):
         return CanaryReport(expected.name, False, difference, None,
@@ -142,7 +146,9 @@ def compare(expected: Canary, actual: Answer, tolerance: float) -> CanaryReport:
     pairs = zip(actual.greedy_ids, expected.greedy_ids, strict=True)
     diverged = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     steps = len(expected.greedy_ids)
-    close = f"logits within {difference:.2g} (tolerance {tolerance:g})"
+    close = f"{values}s within {difference:.2g} (tolerance {tolerance:g})"
+    if not steps:
+        return CanaryReport(expected.name, True, difference, None, close)
     if diverged is None:
         return CanaryReport(expected.name, True, difference, None, f"{close}, all {steps} greedy tokens equal")
     margin = expected.margins[diverged]

@@ -141,7 +141,7 @@ class _Rewriter(FunctionRewriter):
 
     def _phase(self, x: Any) -> str:
         rows = x.ty.shape[0]
-        return "prefill" if self.function_name == "prefill" and getattr(rows, "name", "") == "t" else "decode"
+        return "prefill" if self.function_name in ("prefill", "embed") and getattr(rows, "name", "") == "t" else "decode"
 
     def _vocab_size(self, call: Any) -> int:
         table = self.recipes[operands_of(call)[1].name]

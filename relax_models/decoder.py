@@ -24,7 +24,7 @@ class StepInputs:
     pages: Expr
     integers: list[Expr]
     attention_name: str
-    logit_rows: Expr | None  # i32[r]; None: every row
+    rows: Expr | None        # i32[r]: those that have a result; None: every row
 
 
 class Decoder:
@@ -67,20 +67,34 @@ class Decoder:
         return self.linear(graph, graph.swiglu(gate, up), f"{prefix}.down_proj", c.hidden_size,
                            c.intermediate_size, c.mlp_bias)
 
-    def __call__(self, graph: Graph, step: StepInputs) -> Expr:
-        """Logits f32[r, V]."""
+    @property
+    def _table(self) -> relax.Var:
+        return self.parameter("model.embed_tokens.weight", self.config.vocab_size, self.config.hidden_size)
+
+    def _final(self, graph: Graph, step: StepInputs) -> Expr:
+        """Rows after the final norm, [r, H] in the dtype of activations."""
         c = self.config
-        table = self.parameter("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-        x = graph.take_rows(table, step.token_ids)
+        x = graph.take_rows(self._table, step.token_ids)
         for layer in range(c.num_layers):
             prefix = f"model.layers.{layer}"
             h = self.norm(graph, x, f"{prefix}.input_layernorm.weight")
             x = graph.add(self.attention_block(graph, h, step, layer), x)
             h = self.norm(graph, x, f"{prefix}.post_attention_layernorm.weight")
             x = graph.add(self.mlp_block(graph, h, layer), x)
-        if step.logit_rows is not None:
-            x = graph.take_rows(x, step.logit_rows)
-        x = self.norm(graph, x, "model.norm.weight")
-        head = table if c.tie_embeddings else self.parameter("lm_head.weight", c.vocab_size, c.hidden_size)
-        logits = graph.linear(x, head)
-        return logits if self.dtype == "float32" else graph(relax.op.astype(logits, "float32"))
+        if step.rows is not None:
+            x = graph.take_rows(x, step.rows)
+        return self.norm(graph, x, "model.norm.weight")
+
+    def _float32(self, graph: Graph, x: Expr) -> Expr:
+        return x if self.dtype == "float32" else graph(relax.op.astype(x, "float32"))
+
+    def __call__(self, graph: Graph, step: StepInputs) -> Expr:
+        """Logits f32[r, V]."""
+        c = self.config
+        x = self._final(graph, step)
+        head = self._table if c.tie_embeddings else self.parameter("lm_head.weight", c.vocab_size, c.hidden_size)
+        return self._float32(graph, graph.linear(x, head))
+
+    def hidden_states(self, graph: Graph, step: StepInputs) -> Expr:
+        """Last hidden states f32[r, H], after the final norm; no head."""
+        return self._float32(graph, self._final(graph, step))

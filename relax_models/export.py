@@ -1,5 +1,5 @@
-"""Config → IRModule with the exported functions `prefill` and `decode` over symbolic shapes. The export spec stands
-here once for all families; see docs/architecture.md, "Step functions".
+"""Config → IRModule with the exported functions `prefill`, `decode` and `embed` over symbolic shapes. The export spec
+stands here once for all families; see docs/architecture.md, "Step functions".
 """
 
 from __future__ import annotations
@@ -32,14 +32,20 @@ class BuildLimits:
 
 
 def export_model(config: ModelConfig, limits: BuildLimits, dtype: str, kv_dtype: str,
-                 device_sampling: bool = False) -> tvm.IRModule:
+                 device_sampling: bool = False, generate: bool = True, embed: bool = False) -> tvm.IRModule:
     """The module of float weights: parameters after `num_input` are named as in the checkpoint and have `dtype`.
 
-    With `device_sampling` `decode` also samples (its result is logits, token ids, log-probabilities) and may take the
-    tokens of the last step from the device, and `sample` does the same for the logits of a prefill.
+    `generate`: `prefill` and `decode`. With `device_sampling` `decode` also samples (its result is logits, token ids,
+    log-probabilities) and may take the tokens of the last step from the device, and `sample` does the same for the
+    logits of a prefill. `embed`: the function of that name, a prefill that ends at the last hidden states.
     """
+    assert generate or embed, "a module of no functions"
     builder = relax.BlockBuilder()
-    _Exporter(builder, config, limits, dtype, kv_dtype, device_sampling).export()
+    exporter = _Exporter(builder, config, limits, dtype, kv_dtype, device_sampling)
+    if generate:
+        exporter.generate()
+    if embed:
+        exporter.embed()
     return builder.get()
 
 
@@ -53,33 +59,39 @@ class _Exporter:
         self.builder, self.config, self.limits = builder, config, limits
         self.dtype, self.kv_dtype, self.device_sampling = dtype, kv_dtype, device_sampling
 
-    def export(self) -> None:
-        self._prefill()
+    def generate(self) -> None:
+        # On a GPU the engine asks for at most a batch of logit rows, since they stay in the planned memory.
+        rows = self.limits.max_batch if self.device_sampling else self.limits.prefill_chunk
+        self._prompts("prefill", "logit_rows", rows, Decoder.__call__)
         self._decode()
         if self.device_sampling:
             self._sample()
+
+    def embed(self) -> None:
+        """A mean over a prompt reads every row, so as many as tokens."""
+        self._prompts("embed", "hidden_rows", self.limits.prefill_chunk, Decoder.hidden_states)
 
     def _pages(self) -> relax.Var:
         c, p = self.config, tvm.tirx.Var("p", "int64")
         return _tensor("pages", self.kv_dtype, c.num_layers, p, 2, c.num_kv_heads, self.limits.page_size, c.head_dim)
 
-    def _prefill(self) -> None:
+    def _prompts(self, name: str, rows_name: str, max_rows: int,
+                 result: Callable[[Decoder, ops.Graph, StepInputs], ops.Expr]) -> None:
+        """A function over tokens of several sequences, packed one behind the other; a result for some of the rows."""
         t, b, r = (tvm.tirx.Var(n, "int64") for n in "tbr")
         inputs = [*(_tensor(n, "int32", t) for n in ("token_ids", "positions", "slots")),
                   _tensor("query_start", "int32", b + 1), _tensor("lengths", "int32", b),
-                  _tensor("page_table", "int32", b, self.limits.max_pages), _tensor("logit_rows", "int32", r),
+                  _tensor("page_table", "int32", b, self.limits.max_pages), _tensor(rows_name, "int32", r),
                   self._pages()]
-        # On a GPU the engine asks for at most a batch of logit rows, since they stay in the planned memory.
-        rows = self.limits.max_batch if self.device_sampling else self.limits.prefill_chunk
-        bounds = {"t": self.limits.prefill_chunk, "b": self.limits.max_batch, "r": rows}
-        token_ids, positions, slots, query_start, lengths, page_table, logit_rows, pages = inputs
+        bounds = {"t": self.limits.prefill_chunk, "b": self.limits.max_batch, "r": max_rows}
+        token_ids, positions, slots, query_start, lengths, page_table, rows, pages = inputs
         decoder = Decoder(self.config, self.dtype)
 
         def body(graph: ops.Graph) -> ops.Expr:
             integers = [self._rope_table(graph), positions, slots, page_table, query_start, lengths]
-            return decoder(graph, StepInputs(token_ids, pages, integers, PREFILL_ATTENTION, logit_rows))
+            return result(decoder, graph, StepInputs(token_ids, pages, integers, PREFILL_ATTENTION, rows))
 
-        self._function("prefill", inputs, bounds, decoder, body)
+        self._function(name, inputs, bounds, decoder, body)
 
     def _decode(self) -> None:
         t = tvm.tirx.Var("t", "int64")

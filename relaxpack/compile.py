@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -43,6 +43,7 @@ from relaxpack.target_plan import TargetPlan, Targets, plan_targets, target_spec
 from relaxpack.weight_format import WeightFormat
 from relaxpack.weights import ParameterMaker
 
+Embeddings = Literal["none", "also", "only"]
 MAX_PAGE_SIZE = 65536
 MAX_TOKENS = 2**31 - 1    # that a step may look at: kernels count in int32
 _LIBRARY_BYTES = 32 << 20  # room for code and object files, whose sizes are known too late
@@ -55,7 +56,8 @@ class BuildOptions:
     """`max_context` None: what the model supports. `activation_dtype` None: float32 on a CPU, bfloat16 on a GPU.
     `kv_dtype` None: on a CPU float32 for `f32` weights, else float16; on a GPU the activation dtype. A dtype that is
     given holds for the targets that can have it. `level` is what the
-    command line calls -O: which optional passes run (`passes.pipeline.OPTIONAL`), less the disabled ones."""
+    command line calls -O: which optional passes run (`passes.pipeline.OPTIONAL`), less the disabled ones. `embeddings`:
+    whether the bundle also computes them, or computes nothing else and has no head."""
 
     weights: str = "as-is"
     activation_dtype: str | None = None
@@ -67,6 +69,7 @@ class BuildOptions:
     level: int = HIGHEST_LEVEL
     disabled_passes: frozenset[str] = frozenset()
     ignore_config_keys: tuple[str, ...] = ()
+    embeddings: Embeddings = "none"
     pretokenizer: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -210,9 +213,10 @@ def _build_target(writer: BundleWriter, checkpoint: Checkpoint, plan: TargetPlan
     """Library and parameters of one target, written."""
     provider = kernel_provider(plan.spec)
     with stage("compile", 6):
-        pipeline = pipeline_config(plan.spec, limits, left_out(options.level, options.disabled_passes))
+        generate, embed = options.embeddings != "only", options.embeddings != "none"
+        pipeline = pipeline_config(plan.spec, limits, left_out(options.level, options.disabled_passes), generate)
         lowered = lower_model(checkpoint.config, limits, plan.spec, provider, plan.formats, plan.activation_dtype,
-                              plan.kv_dtype, pipeline, dump, shown.advance)
+                              plan.kv_dtype, pipeline, dump, shown.advance, generate, embed)
     library = writer.scratch / f"{plan.spec.file_stem}.so"
     with stage("library", None):
         # Parameters of a further target may be those of the first.
@@ -263,9 +267,10 @@ def kernel_provider(target: TargetSpec) -> KernelProvider:
     return CudaKernels(target)
 
 
-def pipeline_config(target: TargetSpec, limits: BuildLimits, disabled: frozenset[str] = frozenset()) -> PipelineConfig:
-    """On a GPU every bucket of the batch gets a captured decode function; a CPU needs none."""
-    if target.kind == "cpu":
+def pipeline_config(target: TargetSpec, limits: BuildLimits, disabled: frozenset[str] = frozenset(),
+                    generate: bool = True) -> PipelineConfig:
+    """On a GPU every bucket of the batch gets a captured decode function; a CPU needs none, nor do embeddings."""
+    if target.kind == "cpu" or not generate:
         return PipelineConfig(disabled)
     return PipelineConfig(disabled, decode_buckets(limits.max_batch), prefill_buckets(limits.prefill_chunk),
                           cuda_graph=True)
@@ -294,6 +299,8 @@ def _check_options(options: BuildOptions) -> None:
             raise UsageError(f"{name.replace('_', ' ')} {getattr(options, name)}: must be at least 1")
     if options.page_size > MAX_PAGE_SIZE:
         raise UsageError(f"page size {options.page_size}: must be at most {MAX_PAGE_SIZE}; 16 is a good one")
+    if options.embeddings not in get_args(Embeddings):
+        raise UsageError(f"embeddings {options.embeddings!r}: must be one of {', '.join(get_args(Embeddings))}")
     if not 0 <= options.level <= HIGHEST_LEVEL:
         raise UsageError(f"optimisation level {options.level}: must be 0 to {HIGHEST_LEVEL}")
     unknown = options.disabled_passes - set(OPTIONAL)

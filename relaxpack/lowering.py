@@ -77,9 +77,11 @@ def attention_spec(config: ModelConfig, limits: BuildLimits, activation_dtype: s
 def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, provider: KernelProvider,
                 formats: Mapping[str, WeightFormat], activation_dtype: str, kv_dtype: str,
                 pipeline: PipelineConfig, dump: Path | None = None,
-                progress: Callable[[str], None] = lambda stage: None) -> Lowered:
-    """Export, run the passes, generate code. `dump`: folder for the IR after each phase."""
-    mod = export_model(config, limits, activation_dtype, kv_dtype, device_sampling=target.kind == "cuda")
+                progress: Callable[[str], None] = lambda stage: None, generate: bool = True,
+                embed: bool = False) -> Lowered:
+    """Export, run the passes, generate code. `dump`: folder for the IR after each phase. `generate`, `embed`: which
+    functions, see `export_model`."""
+    mod = export_model(config, limits, activation_dtype, kv_dtype, target.kind == "cuda", generate, embed)
     attention = attention_spec(config, limits, activation_dtype, kv_dtype)
     report: list[dict[str, Any]] = []
     bindings, prim_funcs = sizes(mod)

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from relaxpack.errors import RequestError
 from relaxpack.runtime.executor import HostExecutor
 from relaxpack.runtime.metrics import EngineMetrics
+from relaxpack.runtime.pooling import EmbeddingParams, Pooler
 from relaxpack.runtime.request import FinishReason, Request, Sequence, SequenceStatus
 from relaxpack.runtime.run_ahead import AheadExecutor, RunAhead
 from relaxpack.runtime.sampler import Constraint, SamplingState, TokenLogprobs, sequence_key
@@ -23,13 +25,22 @@ from relaxpack.runtime.sampling_params import Grammar, SamplingParams
 from relaxpack.runtime.scheduler import ScheduledStep, Scheduler
 from relaxpack.runtime.step_plan import ModelRunner, StepExecutor, StepResult, StepSampling
 
+if TYPE_CHECKING:
+    import numpy as np
+
+
+_NO_SAMPLING = SamplingParams(temperature=0.0)      # of requests that sample nothing
+HIDDEN_NOT_FINITE = ("the model returned hidden states that are not finite; its activations overflowed or its weights are "
+                     "damaged (run `relaxpack verify` on the bundle)")
+
 
 @dataclass(slots=True)
 class TokenEvent:
     """Something happened to one sequence: a new token, its end, or both.
 
     `token_id` is None when it ended without a new token (abort, error). A token that ends the output by its id is
-    reported, with `sequence.stop_token_id` set: the text layer leaves it out.
+    reported, with `sequence.stop_token_id` set: the text layer leaves it out. An embedding request has one event, its
+    end.
     """
 
     request: Request
@@ -97,6 +108,11 @@ class Engine:
         return self.scheduler.has_work
 
     @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding; 0 where the runner computes none."""
+        return int(getattr(self.runner, "embedding_size", 0))
+
+    @property
     def max_tokens(self) -> int:
         """Most tokens a sequence may have, prompt included."""
         return min(self.runner.max_context, self.scheduler.capacity)
@@ -114,10 +130,10 @@ class Engine:
     ) -> Request:
         """Check a request and compile its grammar. Changes nothing, so any thread may call it; then `admit` it."""
         params = params or SamplingParams()
-        try:
-            prompt_ids = list(map(operator.index, prompt_ids))      # NumPy integers as well
-        except TypeError as error:
-            raise RequestError(f"the prompt must be token ids, whole numbers: {error}", "prompt") from error
+        if not getattr(self.runner, "generates", True):
+            raise RequestError("this bundle computes embeddings only: build it with --embeddings instead of "
+                               "--embeddings-only to generate text too", "model")
+        prompt_ids = _token_ids(prompt_ids)
         limit = self.check(prompt_ids, params)
         constraint = self._constraint(params)
         request = Request(request_id if request_id is not None else f"request-{next(self._names)}", prompt_ids, params,
@@ -132,6 +148,30 @@ class Engine:
             request.sequences.append(Sequence(request, index, token_ids, state))
         return request
 
+    def prepare_embedding(
+        self, prompt_ids: Seq[int], params: EmbeddingParams | None = None, *, request_id: str | None = None,
+        salt: str = "",
+    ) -> Request:
+        """As `prepare`, for the pooled last hidden states of a prompt: `admit` it, and when it is finished its
+        `embedding` is there."""
+        params = params or EmbeddingParams()
+        if not self.embedding_size:
+            raise RequestError("this bundle has no function for embeddings: build it with `relaxpack build --embeddings`",
+                               "model")
+        params.check_size(self.embedding_size)
+        prompt_ids = _token_ids(prompt_ids)
+        self._check_prompt(prompt_ids)
+        if len(prompt_ids) > self.max_tokens:
+            raise RequestError(f"the prompt has {len(prompt_ids)} tokens, but {self._what_limits} holds {self.max_tokens}: "
+                               f"shorten it by {len(prompt_ids) - self.max_tokens}", "prompt")
+        request = Request(request_id if request_id is not None else f"request-{next(self._names)}", prompt_ids,
+                          _NO_SAMPLING, salt, Pooler(params, len(prompt_ids)))
+        request.token_limit = len(prompt_ids)
+        token_ids = list(prompt_ids)
+        state = SamplingState(_NO_SAMPLING, 0, token_ids, len(token_ids))
+        request.sequences.append(Sequence(request, 0, token_ids, state))
+        return request
+
     def admit(self, request: Request) -> Request:
         """Queue a prepared request."""
         if request.id in self._requests:
@@ -144,14 +184,9 @@ class Engine:
 
     def check(self, prompt_ids: Seq[int], params: SamplingParams) -> int:
         """Most tokens a sequence of this request may have; RequestError when that leaves nothing to generate."""
-        vocab, limit, length = self.runner.vocab_size, self.max_tokens, len(prompt_ids)
-        if not length:
-            raise RequestError("the prompt is empty: it needs at least one token", "prompt")
-        for token_id in (min(prompt_ids), max(prompt_ids)):
-            if not 0 <= token_id < vocab:
-                raise RequestError(f"the prompt holds token id {token_id}, but ids go from 0 to {vocab - 1}", "prompt")
-        params.check_vocabulary(vocab)
-        what = "the context" if limit == self.runner.max_context else "the KV cache"
+        limit, length, what = self.max_tokens, len(prompt_ids), self._what_limits
+        self._check_prompt(prompt_ids)
+        params.check_vocabulary(self.runner.vocab_size)
         if length >= limit:
             raise RequestError(
                 f"the prompt has {length} tokens, but {what} holds {limit} with at least one output token: shorten "
@@ -164,6 +199,18 @@ class Engine:
                 f"{length + params.max_tokens}, but {what} holds {limit}: at most {limit - length} can be generated",
                 "max_tokens")
         return length + params.max_tokens
+
+    def _check_prompt(self, prompt_ids: Seq[int]) -> None:
+        last = self.runner.vocab_size - 1
+        if not prompt_ids:
+            raise RequestError("the prompt is empty: it needs at least one token", "prompt")
+        for token_id in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token_id <= last:
+                raise RequestError(f"the prompt holds token id {token_id}, but ids go from 0 to {last}", "prompt")
+
+    @property
+    def _what_limits(self) -> str:
+        return "the context" if self.max_tokens == self.runner.max_context else "the KV cache"
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         if params.grammar is None:
@@ -241,16 +288,42 @@ class Engine:
             if event.finish_reason is not None:
                 self._end(sequence, event.finish_reason, error)
             events.append(event)
+        outputs = len(events) - len(result.errors)
+        if result.hidden is not None:
+            events += self._pool(step, result.hidden)
         metrics = self.metrics
         metrics.steps += 1
-        metrics.output_tokens += len(events) - len(result.errors)
+        metrics.output_tokens += outputs
         metrics.computed_tokens += sum(step.counts)
         self._update_gauges()
+        return events
+
+    def _pool(self, step: ScheduledStep, hidden: np.ndarray) -> list[TokenEvent]:
+        """Give hidden states to the embedding requests of a step; the ends of those that are complete."""
+        events, row = [], 0
+        for sequence, part in zip(step.sequences, step.plan.sequences, strict=True):
+            if not part.hidden:
+                continue
+            request, rows = sequence.request, len(part.logit_offsets)
+            assert request.pooler is not None
+            request.pooler.add(part.start, len(part.token_ids), hidden[row:row + rows])
+            row += rows
+            if sequence.computed < sequence.num_prompt:
+                continue
+            request.embedding = request.pooler.embedding()
+            failed = request.embedding is None
+            reason = FinishReason.ERROR if failed else FinishReason.STOP
+            self._count_prompt(request)
+            self._end(sequence, reason, HIDDEN_NOT_FINITE if failed else None)
+            events.append(TokenEvent(request, sequence, None, finish_reason=reason))
         return events
 
     def _first_token(self, request: Request, now: float) -> None:
         request.first_token_time = now
         self.metrics.time_to_first_token.add(now - request.arrival_time)
+        self._count_prompt(request)
+
+    def _count_prompt(self, request: Request) -> None:
         self.metrics.prompt_tokens += len(request.prompt_ids)
         self.metrics.cached_tokens += request.cached_tokens or 0
 
@@ -307,6 +380,13 @@ class Engine:
                 self.cancel(request)
             raise
         return [output_of(r) for r in requests]
+
+
+def _token_ids(prompt_ids: Seq[int]) -> list[int]:
+    try:
+        return list(map(operator.index, prompt_ids))      # NumPy integers as well
+    except TypeError as error:
+        raise RequestError(f"the prompt must be token ids, whole numbers: {error}", "prompt") from error
 
 
 def output_of(request: Request) -> RequestOutput:

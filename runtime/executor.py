@@ -7,11 +7,12 @@ two calls. Masks of constrained sequences are computed on another thread while t
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import cast
 
 import numpy as np
 
 from relaxpack.runtime.sampler import sample
-from relaxpack.runtime.step_plan import ModelRunner, StepPlan, StepResult, StepSampling
+from relaxpack.runtime.step_plan import EmbeddingRunner, ModelRunner, StepPlan, StepResult, StepSampling
 
 
 class _Done:
@@ -39,11 +40,24 @@ class HostExecutor:
 
     def submit(self, plan: StepPlan, sampling: StepSampling) -> _Done:
         masks = self._start_masks(sampling)
-        logits = self._forward(plan)
+        hidden = None
+        if any(s.hidden for s in plan.sequences):
+            hidden, plan = self._forward_hidden(plan)
         expected = sum(len(s.logit_offsets) for s in plan.sequences)
+        logits = self._forward(plan) if plan.sequences else np.empty((0, self._runner.vocab_size), np.float32)
         assert logits.shape == (expected, self._runner.vocab_size), (logits.shape, expected)
-        return _Done(sample(logits, sampling.rows, sampling.states, sampling.prompt_scores,
-                            masks.result() if masks else None))
+        result = sample(logits, sampling.rows, sampling.states, sampling.prompt_scores, masks.result() if masks else None)
+        result.hidden = hidden
+        return _Done(result)
+
+    def _forward_hidden(self, plan: StepPlan) -> tuple[np.ndarray, StepPlan]:
+        """Hidden states of the sequences that want them, and the rest of the plan."""
+        wanted = tuple(s for s in plan.sequences if s.hidden)
+        runner = cast(EmbeddingRunner, self._runner)
+        hidden = runner.forward_hidden(StepPlan(wanted, plan.copies))
+        expected = sum(len(s.logit_offsets) for s in wanted)
+        assert hidden.shape == (expected, runner.embedding_size), (hidden.shape, expected)
+        return hidden, StepPlan(tuple(s for s in plan.sequences if not s.hidden))
 
     def _forward(self, plan: StepPlan) -> np.ndarray:
         single = [len(s.token_ids) == len(s.logit_offsets) == 1 for s in plan.sequences]

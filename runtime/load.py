@@ -46,7 +46,7 @@ def make_runner(library: Path, entry: TargetEntry, info: ModelInfo, parameters: 
     """A runner over a library file and its parameters in manifest order. `graphs`: replay captured decode steps."""
     device = device_for(entry.target.kind)
     if entry.target.kind == "cpu":
-        return CpuModelRunner(Library(library, device, map(as_tensor, parameters)), info, num_pages)
+        return CpuModelRunner(Library(library, device, map(as_tensor, parameters)), info, num_pages, entry.functions)
     from relaxpack.runtime.cuda_model_runner import CudaModelRunner, upload_parameters
 
     loaded = Library(library, device, upload_parameters(parameters, device), graphs)

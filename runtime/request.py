@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 from relaxpack.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from relaxpack.runtime.pooling import Pooler
     from relaxpack.runtime.sampler import SamplingState, TokenLogprobs
 
 _arrivals = itertools.count()
@@ -26,19 +29,21 @@ class SequenceStatus(enum.Enum):
 
 
 class FinishReason(enum.StrEnum):
-    STOP = "stop"              # an end token, a stop token, a stop string, or a complete grammar
+    STOP = "stop"              # an end token, a stop token, a stop string, a complete grammar; or the embedding is there
     LENGTH = "length"          # max_tokens, or the context is full
     ABORT = "abort"            # the client went away
     ERROR = "error"            # see `Sequence.error`
 
 
 class Request:
-    """What a client asked. `salt` separates prefix caches: only requests with equal salt share pages."""
+    """What a client asked. `salt` separates prefix caches: only requests with equal salt share pages. With a `pooler`
+    it asks for an embedding of its prompt: its one sequence ends with the prompt, and `embedding` is the result."""
 
-    __slots__ = ("arrival", "arrival_time", "cached_tokens", "end_ids", "finish_time", "first_token_time", "id",
-                 "params", "prompt_ids", "prompt_logprobs", "salt", "sequences", "token_limit")
+    __slots__ = ("arrival", "arrival_time", "cached_tokens", "embedding", "end_ids", "finish_time", "first_token_time",
+                 "id", "params", "pooler", "prompt_ids", "prompt_logprobs", "salt", "sequences", "token_limit")
 
-    def __init__(self, request_id: str, prompt_ids: Seq[int], params: SamplingParams, salt: str = "") -> None:
+    def __init__(self, request_id: str, prompt_ids: Seq[int], params: SamplingParams, salt: str = "",
+                 pooler: Pooler | None = None) -> None:
         self.id = request_id
         self.prompt_ids = list(prompt_ids)
         self.params = params
@@ -52,6 +57,8 @@ class Request:
         self.token_limit = 0                      # most tokens a sequence may have, prompt included; set by the engine
         self.end_ids: frozenset[int] = frozenset()      # token ids that end a sequence; set by the engine
         self.sequences: list[Sequence] = []
+        self.pooler = pooler
+        self.embedding: np.ndarray | None = None
 
     @property
     def finished(self) -> bool:

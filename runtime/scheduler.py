@@ -211,7 +211,7 @@ class Scheduler:
             sequence = self.waiting[0]
             # Some pages stay for the sequences that are decoding; without this a new one is soon preempted again.
             reserve = min(len(self.running), self.pool.total // 16)
-            if not self.tables.attach(sequence, reserve, self._least_prefill, not _lacks_prompt_scores(sequence)):
+            if not self.tables.attach(sequence, reserve, self._least_prefill, not _reads_whole_prompt(sequence)):
                 return
             self.waiting.popleft()
             sequence.status = SequenceStatus.RUNNING
@@ -226,14 +226,23 @@ class Scheduler:
         end = sequence.num_prompt if self._exact else known
         count = min(end - start, draft.budget)
         free_rows = self.max_logit_rows - draft.num_rows
-        scores = _lacks_prompt_scores(sequence)
-        if scores:
+        scores, pooler = _lacks_prompt_scores(sequence), sequence.request.pooler
+        if pooler is not None:
+            pass                # needs no logits
+        elif scores:
             count = min(count, free_rows)
         elif start + count == known and free_rows == 0:
             count -= 1          # its last token waits for a step with a logit row left
         if 0 < end - start - count < self._least_prefill:
             count -= 1
         if count <= 0:
+            return
+        if pooler is not None:
+            draft.steps.append(SequenceStep(sequence.token_ids[start:start + count], start, sequence.page_ids,
+                                            pooler.offsets(start, count), hidden=True))
+            draft.sequences.append(sequence)
+            draft.counts.append(count)
+            draft.budget -= count
             return
         samples = start + count == known
         offsets = tuple(range(count)) if scores else (count - 1,) if samples else ()
@@ -293,6 +302,12 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.request.arrival, sequence.index
+
+
+def _reads_whole_prompt(sequence: Sequence) -> bool:
+    """Cached pages do not save computing its tokens."""
+    pooler = sequence.request.pooler
+    return _lacks_prompt_scores(sequence) if pooler is None else pooler.reads_all
 
 
 def _lacks_prompt_scores(sequence: Sequence) -> bool:

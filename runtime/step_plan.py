@@ -29,6 +29,7 @@ class SequenceStep:
     start: int                      # computed tokens before this step = position of token_ids[0]
     page_ids: Sequence[int]         # pages of the sequence, in order
     logit_offsets: Sequence[int]    # which of token_ids need logits, ascending; usually the last one or none
+    hidden: bool = False            # they need last hidden states instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,9 @@ class ModelRunner(Protocol):
 
     Every step keeps to: at most `max_batch` sequences; a step in which any sequence has more than one token holds at
     most `prefill_chunk` tokens. Optional members, looked up by name: `max_logit_rows: int` (most logit rows in a step;
-    default: no limit) and `read_pages(page_ids) -> array [n, ...]` with `write_pages(page_ids, array)` for a
-    persistent prefix cache.
+    default: no limit), `read_pages(page_ids) -> array [n, ...]` with `write_pages(page_ids, array)` for a persistent
+    prefix cache, `embedding_size: int` (not 0) with `forward_hidden` below for embeddings, and `generates: bool` (False:
+    no `forward`).
     """
 
     page_size: int
@@ -57,7 +59,15 @@ class ModelRunner(Protocol):
     vocab_size: int
 
     def forward(self, plan: StepPlan) -> np.ndarray:
-        """float32 [total logit rows, vocab_size], rows in plan order."""
+        """float32 [total logit rows, vocab_size], rows in plan order. No sequence of the plan is `hidden`."""
+        ...
+
+
+class EmbeddingRunner(ModelRunner, Protocol):
+    embedding_size: int
+
+    def forward_hidden(self, plan: StepPlan) -> np.ndarray:
+        """float32 [total rows, embedding_size] after the final norm, rows in plan order. All sequences are `hidden`."""
         ...
 
 
@@ -87,6 +97,7 @@ class StepResult:
     logprobs: list[TokenLogprobs | None] | None = None
     errors: dict[int, str] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    hidden: np.ndarray | None = None        # rows of the sequences that are `hidden`, in plan order
 
 
 class StepHandle(Protocol):
