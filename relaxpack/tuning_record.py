@@ -4,7 +4,7 @@ files: `relaxpack.dist.tuning` stores, merges and shares records, `relaxpack.tun
 - **Key**: (workload hash, bucket, target hash, compiler hash). A look-up by key never answers with a record of another
   target or compiler; `relaxpack.fingerprint` makes the two mappings that are hashed.
 - **Id**: SHA-256 of the canonical JSON of everything but the status. A record never changes: a new measurement is a new
-  record. A record is only built from a numeric check that passed; a candidate that failed it is not stored.
+  record. A good record has a numeric check that passed; a candidate that failed it is not stored.
 - **Status** only goes up: good < stale < failed (`joined`). "stale": its time was not reproduced or its trace no longer
   loads; "failed": its numbers are wrong or it does not build. Nothing makes a marked record good again; what a
   verification finds to be fine is stored as a record of its own, made with `remeasured`. So records can be merged in any
@@ -60,7 +60,8 @@ def _plain(value: Any) -> Any:
 class Workload:
     """What is computed. Kind "kernel" is one of our parametrised kernels: `text` is canonical JSON (`Workload.kernel`
     makes it) and `hash` its SHA-256. Kind "primfunc" is a TVM function: `text` is base64 of TVM's save_json of an IRModule
-    whose only function is `main`, `hash` its structural hash in decimal. `name` is for people."""
+    whose only function is `main`, `hash` its structural hash in decimal (`relaxpack.tvm_records.primfunc_workload` makes
+    both, `workload_module` and `scheduled` read them). `name` is for people."""
 
     kind: Literal["kernel", "primfunc"]
     name: str
@@ -140,7 +141,7 @@ class TuningRecord:
                                  # {"kind": "library", "library": "cublaslt", "parameters": {name: fact}}
     times_us: tuple[float, ...]  # every repeat, as measured
     conditions: Facts            # see CONDITIONS; further e.g. clock_mhz, threads, warmup
-    check: Check
+    check: Check | None          # a good record has one; what was imported without one is stale
     origin: Origin
     baseline_us: float | None = None   # median of the untuned schedule under the same conditions
     status: Status = "good"
@@ -152,7 +153,8 @@ class TuningRecord:
 
         for name, kind in (("workload", Workload), ("check", Check), ("origin", Origin)):
             value = getattr(self, name)
-            _require(isinstance(value, kind), f"{name} is {_shown(value)}, not a {kind.__name__}")
+            _require(isinstance(value, kind) or (name == "check" and value is None and self.status != "good"),
+                     f"{name} of a {self.status} record is {_shown(value)}, not a {kind.__name__}")
         _require(self.bucket is None or (_is_int(self.bucket) and self.bucket > 0),
                  f"bucket is {_shown(self.bucket)}, not a number of rows")
         put("target", _facts(self.target, "target"))
@@ -218,7 +220,7 @@ class TuningRecord:
         return {"version": RECORD_VERSION, "workload": asdict(self.workload), "bucket": self.bucket,
                 "target": dict(self.target), "compiler": dict(self.compiler), "choice": dict(self.choice),
                 "times_us": list(self.times_us), "baseline_us": self.baseline_us, "conditions": dict(self.conditions),
-                "check": asdict(self.check), "origin": asdict(self.origin)}
+                "check": None if self.check is None else asdict(self.check), "origin": asdict(self.origin)}
 
     def to_json(self) -> dict[str, Any]:
         return {"id": self.id, **self.content(), "status": self.status, "reason": self.reason}
@@ -233,8 +235,9 @@ class TuningRecord:
                  f"record of version {data['version']}, this relaxpack reads version {RECORD_VERSION}; upgrade relaxpack")
         values = {name: data[name] for name in known - {"id", "version"}}
         for name, part in (("workload", Workload), ("check", Check), ("origin", Origin)):
-            _fields(values[name], {field.name for field in fields(part)}, name)
-            values[name] = part(**values[name])
+            if name != "check" or values[name] is not None:
+                _fields(values[name], {field.name for field in fields(part)}, name)
+                values[name] = part(**values[name])
         record = cls(**values)
         _require(record.id == data["id"],
                  f"the id {_shown(data['id'])} is not that of the content, {record.id[:16]}...: damaged")
