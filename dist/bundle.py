@@ -18,7 +18,7 @@ from relaxpack.dist.integrity import check_member_name, parse_json, sha256_bytes
 from relaxpack.dist.manifest import MANIFEST, Manifest, TargetEntry
 from relaxpack.dist.store import FolderStore, Store, open_store
 from relaxpack.dist.writer import BundleWriter
-from relaxpack.errors import BundleError, DamagedMemberError, MissingMemberError
+from relaxpack.errors import BundleError, DamagedMemberError, MissingMemberError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -158,6 +158,16 @@ class Bundle:
         if entry is None:
             raise BundleError(f"{self.location}: no target uses the parameters {stem!r}")
         return self.open_params(entry).items(entry.param_order)
+
+    def target(self, name: str | None = None) -> TargetEntry:
+        """The entry of a name like "cpu:x86-64-v3" or, where only one fits it, of a kind; the first one for None. Raises
+        UsageError that lists what the bundle has."""
+        entries = self.manifest.targets
+        fitting = [entry for entry in entries if name in (None, entry.target.name, entry.target.kind)]
+        if not fitting or (name is not None and len(fitting) > 1):
+            raise UsageError(f"{self.location} has {'several targets' if fitting else 'no target'} {name}: it holds "
+                             + ", ".join(entry.target.name for entry in entries))
+        return fitting[0]
 
     def select_target(self, host: Host | None = None, kind: str | None = None) -> TargetEntry:
         """The best target for `host` (default: this machine), of one `kind` ("cpu", "cuda") if given. Raises

@@ -40,15 +40,27 @@ def describe(bundle: Bundle, host: Host | None = None) -> dict[str, Any]:
 
 
 def _describe_target(bundle: Bundle, entry: TargetEntry, host: Host) -> dict[str, Any]:
-    members = bundle.manifest.members
+    members, info = bundle.manifest.members, bundle.manifest.info_for(entry)
+    weights = entry.memory_plan.get("weight_bytes")      # older writers did not say; then nothing is shared either
+    if not isinstance(weights, int):
+        weights = sum(members[name].bytes for name in bundle.param_members(entry.params))
     return {"name": entry.target.name, "features": list(entry.target.features),
             "reasons": list(reasons_against(entry.target, host)),
             "library_bytes": members[entry.library].bytes,
-            "params_bytes": sum(members[name].bytes for name in bundle.param_members(entry.params)),
+            "params_bytes": weights, "shared_with": shared_with(bundle, entry),
+            "activation_dtype": info.activation_dtype, "kv_dtype": info.kv_dtype, "canary": dict(entry.canary),
+            "libraries": dict(entry.libraries),
             "tensors": len(entry.param_order), "functions": list(entry.functions), "kernels": dict(entry.kernels),
             "memory_plan": {name: value for name, value in entry.memory_plan.items() if isinstance(value, int)},
             "symbolic_bounds": dict(entry.symbolic_bounds),
             "buckets": {name: list(sizes) for name, sizes in entry.buckets.items()}}
+
+
+def shared_with(bundle: Bundle, entry: TargetEntry) -> list[str]:
+    """Names of other targets with which parameters are shared."""
+    stems = {entry.params, *entry.shared_params}
+    return [other.target.name for other in bundle.manifest.targets
+            if other is not entry and stems & {other.params, *other.shared_params}]
 
 
 def _sizes(bundle: Bundle) -> dict[str, int]:

@@ -14,15 +14,14 @@ from relaxpack.dist.describe import AUDIT
 from relaxpack.dist.manifest import TargetEntry
 from relaxpack.step_costs import KernelCost, Machine, floor_bytes, machine_for, step_costs
 
-MEMBER = "explain.json"
-
 
 def explanation(bundle: Bundle, rows: int = 1, context: int = 1024, machine: Machine | None = None,
-                measured: Sequence[tuple[str, float]] = ()) -> dict[str, Any]:
-    """`measured`: seconds of each kernel of the decode step, in launch order. Context is cut to what the bundle allows."""
-    record = bundle.read_json(MEMBER)
+                measured: Sequence[tuple[str, float]] = (), target: str | None = None) -> dict[str, Any]:
+    """`target`: its name; None: the first one. `measured`: seconds of each kernel of the decode step, in launch order.
+    Context is cut to what the bundle allows."""
     manifest = bundle.manifest
-    entry = manifest.targets[0]
+    entry = bundle.target(target)
+    record = bundle.read_json(entry.explain)
     context = min(context, manifest.model_info.max_context - 1)
     machine = machine or machine_for(entry.target.kind, entry.target.arch, entry.target.features)
     sources = {kernel["name"]: kernel["source"] for kernel in record["kernels"]}
@@ -34,7 +33,7 @@ def explanation(bundle: Bundle, rows: int = 1, context: int = 1024, machine: Mac
     prefill = step_costs(steps.get("prefill", ()), sources, machine, chunk, chunk)
     floor = floor_bytes(steps.get(decode, ()), rows, context)
     return {
-        "model": manifest.model_info.to_json(), "target": entry.target.name, "compiler": dict(manifest.compiler),
+        "model": manifest.info_for(entry).to_json(), "target": entry.target.name, "compiler": dict(manifest.compiler),
         "weights": dict(manifest.weights.formats), "options": dict(manifest.build_options),
         "machine": asdict(machine), "rows": rows, "context": context,
         "step": {"function": decode, **_totals(costs, measured), "floor_bytes": floor,

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from relaxpack.dist.bundle import Bundle
-from relaxpack.explain import MEMBER, explanation
+from relaxpack.explain import explanation
 from relaxpack.step_costs import GPUS, Machine
 
 _CPU = Machine("a CPU", 50e9, 0.4e12, "the same for both sides of a comparison")
@@ -14,13 +14,27 @@ _CPU = Machine("a CPU", 50e9, 0.4e12, "the same for both sides of a comparison")
 
 def step_differences(left: Bundle, right: Bundle) -> dict[str, Any]:
     """`facts`: name → [left, right] where they differ; `kernels`: name → [calls left, calls right] of a decode step where
-    they differ. Empty where a bundle has no record. Times are predicted for one machine, that of the left bundle."""
-    if MEMBER not in left or MEMBER not in right:
-        return {"facts": {}, "kernels": {}}
-    target = left.manifest.targets[0].target
+    they differ. Targets that both have are compared, each named where there are several; the first ones where they have
+    none in common. Empty where a bundle has no record."""
+    names = [entry.target.name for entry in left.manifest.targets]
+    common = [name for name in names if name in {entry.target.name for entry in right.manifest.targets}]
+    pairs = [(name, name) for name in common] or [(names[0], right.manifest.targets[0].target.name)]
+    found: dict[str, Any] = {"facts": {}, "kernels": {}}
+    for one, other in pairs:
+        if left.target(one).explain in left and right.target(other).explain in right:
+            prefix = f"{one}: " if len(pairs) > 1 else ""
+            for kind, values in _differences(left, one, right, other).items():
+                found[kind] |= {f"{prefix}{name}": value for name, value in values.items()}
+    return found
+
+
+def _differences(left: Bundle, one: str, right: Bundle, other: str) -> dict[str, Any]:
+    """Of one target of each. Times are predicted for one machine, that of the left one."""
+    target = left.target(one).target
     machine = GPUS[target.arch] if target.kind == "cuda" else _CPU
     context = min(1024, *(bundle.manifest.model_info.max_context - 1 for bundle in (left, right)))
-    a, b = (explanation(bundle, context=context, machine=machine) for bundle in (left, right))
+    a, b = (explanation(bundle, context=context, machine=machine, target=name)
+            for bundle, name in ((left, one), (right, other)))
     sides = [_facts(a), _facts(b)]
     facts = {name: [side.get(name) for side in sides] for name in sides[0] if sides[0][name] != sides[1].get(name)}
     calls = [Counter(k["kernel"] for k in what["step"]["kernels"]) for what in (a, b)]

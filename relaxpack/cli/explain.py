@@ -9,10 +9,14 @@ import click
 
 from relaxpack.cli.options import json_option
 from relaxpack.cli.show import console, human_bytes, print_json, table
+from relaxpack.dist.bundle import Bundle
+from relaxpack.dist.manifest import TargetEntry
+from relaxpack.errors import UsageError
 
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--target", metavar="NAME", help="Of a bundle with several: cpu, cuda, or a whole name [default: the first].")
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a report for a browser here.")
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(1), help="Sequences of the step shown.")
 @click.option("--context", default=1024, show_default=True, type=click.IntRange(1), help="Tokens each of them has.")
@@ -20,30 +24,31 @@ from relaxpack.cli.show import console, human_bytes, print_json, table
 @click.option("--bandwidth", type=float, metavar="GB/S", help="Memory bandwidth of the machine to predict for.")
 @click.option("--peak", type=float, metavar="TFLOP/S", help="Its arithmetic throughput.")
 @json_option
-def explain(bundle: Path, html: Path | None, batch: int, context: int, measure: bool, bandwidth: float | None,
-            peak: float | None, as_json: bool) -> None:
+def explain(bundle: Path, target: str | None, html: Path | None, batch: int, context: int, measure: bool,
+            bandwidth: float | None, peak: float | None, as_json: bool) -> None:
     """Print the kernels of a step of BUNDLE with what they move and must cost, what each pass changed, and the memory
     plan."""
-    from relaxpack.dist.bundle import Bundle
-    from relaxpack.errors import UsageError
     from relaxpack.explain import explanation
     from relaxpack.step_costs import machine_for
 
     if measure and batch != 1:
         raise UsageError(f"--measure with --batch {batch}: kernels are timed for one sequence; leave --batch out")
     with Bundle.open(bundle) as opened:
-        target = opened.manifest.targets[0].target
-        machine = machine_for(target.kind, target.arch, target.features, bandwidth and bandwidth * 1e9,
+        entry = opened.target(target) if target or not measure else _measurable(opened)
+        spec = entry.target
+        machine = machine_for(spec.kind, spec.arch, spec.features, bandwidth and bandwidth * 1e9,
                               peak and peak * 1e12)
         measured: list[tuple[str, float]] = []
         if measure:
+            if entry != (here := _measurable(opened)):
+                raise UsageError(f"--measure runs {here.target.name} here, not {spec.name}: leave --target out")
             from relaxpack.runtime.kernel_times import decode_kernel_times
 
-            kernels = opened.read_json("explain.json")["kernels"]
+            kernels = opened.read_json(entry.explain)["kernels"]
             names = {k["name"] for k in kernels if k["source"] != "host"}
             context = min(context, opened.manifest.model_info.max_context - 1)
             measured = decode_kernel_times(bundle, names, context)
-        what = explanation(opened, batch, context, machine, measured)
+        what = explanation(opened, batch, context, machine, measured, spec.name)
     if html is not None:
         from relaxpack.explain_html import page
 
@@ -56,6 +61,12 @@ def explain(bundle: Path, html: Path | None, batch: int, context: int, measure: 
         print_json(what)
     elif html is None:
         _print(what)
+
+
+def _measurable(bundle: Bundle) -> TargetEntry:
+    if all(entry.target.kind != "cpu" for entry in bundle.manifest.targets):
+        raise UsageError("--measure times the kernels of CPU bundles; on a GPU a step is one graph, use a profiler")
+    return bundle.select_target(kind="cpu")
 
 
 def _print(what: dict[str, Any]) -> None:

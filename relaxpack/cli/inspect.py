@@ -27,7 +27,7 @@ def inspect(bundle: str, as_json: bool, members: bool) -> None:
     out = console()
     out.print(table(f"{what['path']} ({what['form']})", ("", ""), _overview(what)))
     out.print()
-    out.print(table("Targets", ("target", "fits here", "library", "parameters", "arena", "kernels"),
+    out.print(table("Targets", ("target", "fits here", "computes in, KV in", "library", "parameters", "arena", "kernels"),
                     [_target_row(entry, what["chosen"]) for entry in what["targets"]]))
     out.print()
     if what["manifest"]["build_options"]:
@@ -49,9 +49,9 @@ def _overview(what: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{model['name']} ({model['architecture']}), {model['num_layers']} layers, "
                   f"hidden {model['hidden_size']}, {model['num_heads']} heads over "
                   f"{model['num_kv_heads']} KV heads of {model['head_dim']}, vocabulary {model['vocab_size']}"),
-        ("context", f"{model['max_context']} tokens, pages of {model['page_size']} in {model['kv_dtype']}, "
+        ("context", f"{model['max_context']} tokens, pages of {model['page_size']}, "
                     f"{model['max_batch']} sequences a step, prefill by {model['prefill_chunk']}"),
-        ("weights", f"{formats}; activations {model['activation_dtype']}"),
+        ("weights", formats),
         ("size", f"{human_bytes(what['bytes'])} ({sizes})"),
         ("source", _source(manifest["source"])),
         ("built by", f"relaxpack {manifest['relaxpack_version']}; {versions}"),
@@ -75,8 +75,9 @@ def _target_row(entry: dict[str, Any], chosen: str | None) -> tuple[str | Text, 
                 STYLES["problem" if entry["reasons"] else "ok"])
     kernels = ", ".join(f"{count} {source}" for source, count in entry["kernels"].items() if count)
     arena = entry["memory_plan"].get("arena_bytes")
-    return (entry["name"], fits, human_bytes(entry["library_bytes"]),
-            f"{human_bytes(entry['params_bytes'])} in {entry['tensors']}",
+    shared = f", shared with {', '.join(entry['shared_with'])}" if entry["shared_with"] else ""
+    return (entry["name"], fits, f"{entry['activation_dtype']}, {entry['kv_dtype']}", human_bytes(entry["library_bytes"]),
+            f"{human_bytes(entry['params_bytes'])} in {entry['tensors']}{shared}",
             "" if arena is None else human_bytes(arena), kernels)
 
 
