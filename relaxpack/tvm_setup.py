@@ -1,8 +1,9 @@
 """The one door to TVM: `import relaxpack.tvm_setup` stands before every `import tvm` in this project.
 
 It (1) checks the pins, because a wrong apache-tvm-ffi crashes the interpreter instead of raising; (2) makes
-TVMScript import fast: TVM's parser calls `inspect.stack()` at every decorator, which looks up the source module of
-every frame (`import tvm.s_tir.tensor_intrin`: 62 s, with the light stack below 6.6 s); (3) sets the thread count of
+TVMScript fast: TVM's parser calls `inspect.stack()` at every decorator and `inspect.getouterframes()` at every macro,
+which look up the source module of every frame (`import tvm.s_tir.tensor_intrin`: 62 s, with the light frames below
+6.6 s; the kernels of a GPU build take half the time); (3) sets the thread count of
 TVM's pool before it starts; (4) keeps numpy's OpenBLAS workers from spinning, which halves TVM's speed; (5) keeps
 TVM from importing PyTorch where it happens to be installed, which takes longer than all of TVM.
 
@@ -19,6 +20,7 @@ import linecache
 import os
 import sys
 from pathlib import Path
+from types import FrameType
 
 from relaxpack.env import num_threads
 from relaxpack.errors import EnvironmentProblem
@@ -49,16 +51,20 @@ def check_pins() -> None:
                                  f"pip install apache-tvm-ffi=={FFI_VERSIONS[-1]}")
 
 
-def _light_stack(context: int = 1) -> list[inspect.FrameInfo]:
+def _light_frames(frame: FrameType | None, context: int = 1) -> list[inspect.FrameInfo]:
+    """`inspect.getouterframes` without the look-up of modules."""
     frames = []
-    frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         line = linecache.getline(code.co_filename, frame.f_lineno)
         frames.append(inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name,
                                         [line] if line else None, 0))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frames
+
+
+def _light_stack(context: int = 1) -> list[inspect.FrameInfo]:
+    return _light_frames(sys._getframe(1), context)
 
 
 class _NoTorchForTvm(importlib.abc.MetaPathFinder):
@@ -91,6 +97,7 @@ def _setup() -> None:
     if not (lib / "libtvm_compiler.so").exists():
         os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
     inspect.stack = _light_stack  # type: ignore[assignment]
+    inspect.getouterframes = _light_frames  # type: ignore[assignment]
     sys.meta_path.insert(0, _NoTorchForTvm())
 
 
