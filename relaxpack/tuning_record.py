@@ -11,6 +11,8 @@ files: `relaxpack.dist.tuning` stores, merges and shares records, `relaxpack.tun
   order (docs/tuning_database.md).
 - **Another compiler's records** stay good for those who run that compiler; they are never looked up here, and are shown
   as stale. `remeasured(compiler=...)` brings one over once it has been verified.
+- `relaxpack db verify` calls `relaxpack.tuning.verify.verify(record, retime=True) -> Verdict` for every record of this
+  machine's targets, those of other compilers and imported ones included.
 - Workload hashes of kind "primfunc" are TVM's 64-bit structural hashes. Who applies a record compares its
   `workload.text` with the function at hand (`structural_equal`) first.
 """
@@ -242,6 +244,15 @@ class TuningRecord:
         _require(record.id == data["id"],
                  f"the id {_shown(data['id'])} is not that of the content, {record.id[:16]}...: damaged")
         return record
+
+
+class Verdict(NamedTuple):
+    """What verifying a record found. "good" with `renewed` None: it is as it says. "stale" or "failed": how to mark it
+    and why. `renewed` is a record to add, made with `remeasured`: of this compiler, or with the time measured now."""
+
+    status: Status
+    reason: str = ""
+    renewed: TuningRecord | None = None
 
 
 def joined(a: TuningRecord, b: TuningRecord) -> TuningRecord:
