@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -43,7 +43,7 @@ from relaxpack.target_plan import TargetPlan, Targets, plan_targets, target_spec
 from relaxpack.weight_format import WeightFormat
 from relaxpack.weights import ParameterMaker
 
-Embeddings = Literal["none", "also", "only"]
+EMBEDDINGS = ("none", "also", "only")
 MAX_PAGE_SIZE = 65536
 MAX_TOKENS = 2**31 - 1    # that a step may look at: kernels count in int32
 _LIBRARY_BYTES = 32 << 20  # room for code and object files, whose sizes are known too late
@@ -69,7 +69,7 @@ class BuildOptions:
     level: int = HIGHEST_LEVEL
     disabled_passes: frozenset[str] = frozenset()
     ignore_config_keys: tuple[str, ...] = ()
-    embeddings: Embeddings = "none"
+    embeddings: str = "none"
     pretokenizer: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -299,8 +299,8 @@ def _check_options(options: BuildOptions) -> None:
             raise UsageError(f"{name.replace('_', ' ')} {getattr(options, name)}: must be at least 1")
     if options.page_size > MAX_PAGE_SIZE:
         raise UsageError(f"page size {options.page_size}: must be at most {MAX_PAGE_SIZE}; 16 is a good one")
-    if options.embeddings not in get_args(Embeddings):
-        raise UsageError(f"embeddings {options.embeddings!r}: must be one of {', '.join(get_args(Embeddings))}")
+    if options.embeddings not in EMBEDDINGS:
+        raise UsageError(f"embeddings {options.embeddings!r}: must be one of {', '.join(EMBEDDINGS)}")
     if not 0 <= options.level <= HIGHEST_LEVEL:
         raise UsageError(f"optimisation level {options.level}: must be 0 to {HIGHEST_LEVEL}")
     unknown = options.disabled_passes - set(OPTIONAL)

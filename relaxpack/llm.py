@@ -10,18 +10,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from functools import cache
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from relaxpack.errors import RequestError, UsageError
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime.chat_template import ChatTemplate, Message
 from relaxpack.runtime.engine import Engine
+from relaxpack.runtime.pooling import EmbeddingParams, Pooling
 from relaxpack.runtime.sampler import Constraint
 from relaxpack.runtime.sampling_params import Grammar, SamplingParams
 from relaxpack.runtime.structured import GrammarCompiler
 from relaxpack.runtime.text_generation import Completion, TextGenerator
 from relaxpack.runtime.tokenizer import Tokenizer
 from relaxpack.runtime.tool_calls import MARKERS, parse_tool_calls
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Prompt = str | Sequence[int]
 Chat = Sequence[Message]
@@ -123,6 +127,18 @@ class LLM:
                 yield text
             if completion.finish_reason:
                 _checked([completion])
+
+    def embed(self, inputs: Prompt | Sequence[Prompt], *, pooling: Pooling = "last", dimensions: int | None = None,
+              normalize: bool = True, special: bool = False) -> np.ndarray:
+        """Last hidden states of text or token ids, pooled: float32 [H] for one input, [n, H] for a list. Needs a bundle
+        built with `--embeddings`. `dimensions` keeps so many leading numbers; `normalize` makes the length 1."""
+        single = _is_prompt(inputs)
+        if not single and (isinstance(inputs, bytes) or not isinstance(inputs, Iterable)):
+            raise RequestError(f"an input is text or a list of token ids, got {_short(inputs)}")
+        several: Sequence[Any] = [inputs] if single else inputs
+        params = EmbeddingParams(pooling=pooling, dimensions=dimensions, normalize=normalize)
+        found = self.generator.embed([self.encode(one, special=special) for one in several], params)
+        return found[0] if single else found
 
     def encode(self, prompt: Prompt, *, special: bool = False) -> list[int]:
         """Token ids of a raw prompt; ids pass through."""

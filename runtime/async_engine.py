@@ -19,6 +19,7 @@ from typing import TypeVar
 from relaxpack.errors import RelaxpackError
 from relaxpack.runtime.engine import Engine, TokenEvent
 from relaxpack.runtime.metrics import EngineMetrics
+from relaxpack.runtime.pooling import EmbeddingParams
 from relaxpack.runtime.request import FinishReason, Request, SequenceStatus
 from relaxpack.runtime.request import Sequence as EngineSequence
 from relaxpack.runtime.sampler import TokenLogprobs
@@ -192,6 +193,16 @@ class AsyncEngine:
         return self._engine.max_tokens
 
     @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding; 0 where the model computes none."""
+        return self._engine.embedding_size
+
+    @property
+    def generates(self) -> bool:
+        """False for a bundle that computes embeddings only."""
+        return self._engine.generates
+
+    @property
     def healthy(self) -> bool:
         """Takes requests."""
         return self._refusal is None and self._thread.is_alive()
@@ -213,7 +224,17 @@ class AsyncEngine:
                      for _ in range(request.params.n)]
         elif request.params.stop:
             raise RelaxpackError("stop strings need an engine with a tokenizer")
-        stream = RequestStream(self, request, texts)
+        return self._start(RequestStream(self, request, texts))
+
+    def submit_embedding(self, prompt_ids: Sequence[int], params: EmbeddingParams | None = None, *,
+                         request_id: str | None = None, salt: str = "") -> RequestStream:
+        """Start an embedding of a prompt, from any thread; its one piece is the end, and then `request.embedding` is
+        there. Raises RequestError at once for what can never be answered."""
+        request = self._engine.prepare_embedding(prompt_ids, params, request_id=request_id, salt=salt)
+        return self._start(RequestStream(self, request, None))
+
+    def _start(self, stream: RequestStream) -> RequestStream:
+        request = stream.request
 
         def admit(engine: Engine) -> list[TokenEvent] | None:
             self._streams[request] = stream

@@ -49,7 +49,7 @@ class CudaExecutor:
         self._host = HostExecutor(runner)
 
     def submit(self, plan: StepPlan, sampling: StepSampling) -> StepHandle:
-        if not _on_device(sampling):
+        if not _on_device(sampling) or any(s.hidden for s in plan.sequences):
             return self._host.submit(plan, sampling)
         tokens = self._runner.forward_and_sample(plan, _filler(sampling.states, 0))
         return _Handle(tokens, sampling.states)

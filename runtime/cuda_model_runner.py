@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime import cuda_memory, step_inputs
+from relaxpack.runtime.device_plan import Comparison, DevicePlan, granted
 from relaxpack.runtime.device_view import view
 from relaxpack.runtime.kv_cache.storage import DEVICE_SHARE, choose_num_pages, page_bytes, page_shape
 from relaxpack.runtime.step_inputs import Arrays, InputLayout
@@ -29,17 +30,19 @@ FillSampling = Callable[[Arrays], None]  # writes rows of `settings` (float32 vi
 _RING = 2                                # steps whose host memory may be in use at once
 
 
-def upload_parameters(parameters: Iterable[np.ndarray], device: Any) -> list[Any]:
-    """Device tensors of the parameters, one after the other; bfloat16 travels as its bits."""
-    tensors = []
-    for array in parameters:
-        tensor = tvm.runtime.empty(array.shape, array.dtype.name, device)
-        if array.dtype.name == "bfloat16":
-            tensor._create_view(array.shape, "uint16").copyfrom(array.view(np.uint16))
-        else:
-            tensor.copyfrom(array)
-        tensors.append(tensor)
-    return tensors
+@dataclass(frozen=True)
+class WarmUp:
+    """`bytes`: what the driver says all graphs and the arena took."""
+
+    graphs: int
+    seconds: float
+    bytes: int
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"captured {self.graphs} graphs in {self.seconds:.1f} s and {self.bytes / 1e6:.0f} MB"
 
 
 class SampledTokens:
@@ -67,20 +70,27 @@ class _Staging:
 
 class CudaModelRunner:
     """A `runtime.step_plan.ModelRunner` over device memory. `buckets`: function → ascending sizes that have a captured
-    function; `arena_bytes`: what the plan says intermediates take. Pages get what is left of the device."""
+    function; `arena_bytes`: what the plan says intermediates take; `functions`: what the library exports. Pages get what
+    is left of the device."""
 
     def __init__(self, library: Library, info: ModelInfo, device: Any, buckets: Mapping[str, Sequence[int]],
-                 num_pages: int | None = None, arena_bytes: int = 0) -> None:
+                 num_pages: int | None = None, arena_bytes: int = 0,
+                 functions: Collection[str] = ("prefill", "decode")) -> None:
         self.info, self.device = info, device
         self.page_size, self.max_batch = info.page_size, info.max_batch
         self.prefill_chunk, self.max_context = info.prefill_chunk, info.max_context
         self.vocab_size, self.max_logit_rows = info.vocab_size, info.max_batch
+        self.generates = "prefill" in functions
+        self.embedding_size = info.hidden_size if "embed" in functions else 0
         self.buckets = {name: tuple(sizes) for name, sizes in buckets.items()}
         self.graph_steps: Counter[str] = Counter()    # by function: steps through a bucket
         self.eager_steps: Counter[str] = Counter()    # and steps above the largest bucket
         self._library = library
         # The arena is taken at the first step, by the captured functions and once more by the eager ones.
-        free = max(0, cuda_memory.free_and_total()[0] - 2 * arena_bytes)
+        arena = int(memory.get("arena_bytes", 0))
+        free_now, total = cuda_memory.free_and_total()
+        self._free_before = free_now if free_before is None else free_before
+        free = max(0, free_now - 2 * arena)
         self.num_pages = choose_num_pages(info, free, num_pages, DEVICE_SHARE)
         layers, *rest = page_shape(info)
         self._pages = self._zeros((layers, self.num_pages, *rest), info.kv_dtype)
@@ -91,9 +101,15 @@ class CudaModelRunner:
             step_inputs.prefill_layout(self.prefill_chunk, self.max_batch, self.prefill_chunk, info).size)
         self._ring = [_Staging(widest, self.max_batch) for _ in range(_RING)]
         self._inputs = self._zeros((widest,), "int32")
-        self._logits = cuda_memory.PinnedArray((self.max_batch, self.vocab_size), np.float32)
+        self._host_rows = cuda_memory.PinnedArray((self.max_batch, max(self.vocab_size, info.hidden_size)), np.float32)
         self._views: dict[InputLayout, dict[str, Any]] = {}
         self._step = 0
+        pages = self.num_pages * page_bytes(info)
+        # In the order of their taking: what is small shares granules with what was small before.
+        own = [4 * self.max_batch, 4 * self.vocab_size, 4 * widest]
+        self.plan = DevicePlan(
+            granted(weight_sizes), granted([pages]), granted(memory.get("arena_storages", [arena] if arena else [])),
+            granted(own), int(memory.get("eager_bytes", 0)), self.num_pages, (self.num_pages - 1) * info.page_size, total)
 
     # -- what the engine calls ------------------------------------------------------------------------------------
 
@@ -103,6 +119,12 @@ class CudaModelRunner:
         if step_inputs.is_decode(plan.sequences):
             return self._to_host(self.decode(plan.sequences)[0], len(plan.sequences))
         return self._to_host(self.prefill(plan.sequences), step_inputs.count_logit_rows(plan.sequences))
+
+    def forward_hidden(self, plan: StepPlan) -> np.ndarray:
+        """float32 [total rows, embedding_size] after the final norm, rows in plan order. The array is the caller's."""
+        self._copy_pages(plan.copies)
+        rows = step_inputs.count_logit_rows(plan.sequences)
+        return self._to_host(self._prompts("embed", plan.sequences, max(rows, 1)), rows)
 
     def forward_and_sample(self, plan: StepPlan, fill_sampling: FillSampling,
                            token_source: np.ndarray | None = None) -> SampledTokens:
@@ -121,15 +143,26 @@ class CudaModelRunner:
         staging.done.record()
         return SampledTokens(rows, staging.token_ids, staging.logprobs, staging.done)
 
-    def warm_up(self) -> None:
-        """Capture every bucket, largest first, so that the first request pays for none."""
-        for size in reversed(self.buckets.get("decode", ())):
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> WarmUp:
+        """Capture every bucket, largest first, so that the first request pays for none. `progress`: buckets done and in
+        all."""
+        decodes, prefills = self.buckets.get("decode", ()), self.buckets.get("prefill", ())
+        total = len(decodes) + len(prefills)
+        free, begin = cuda_memory.free_and_total()[0], time.perf_counter()
+        for done, size in enumerate(reversed(decodes), 1):
             self.decode([SequenceStep([0], 0, [0], [0])] * size)
-        for size in reversed(self.buckets.get("prefill", ())):
+            progress(done, total)
+        for done, size in enumerate(reversed(prefills), len(decodes) + 1):
             pages = [0] * -(-size // self.page_size)
             self.prefill([SequenceStep([0] * size, 0, pages, [size - 1])])
+            progress(done, total)
         cuda_memory.synchronize()
         self.graph_steps.clear()
+        return WarmUp(total, time.perf_counter() - begin, free - cuda_memory.free_and_total()[0])
+
+    def compare_plan(self) -> Comparison:
+        """After `warm_up`: what was planned for the start against what the driver says."""
+        return Comparison(self.plan.at_start, self._free_before - cuda_memory.free_and_total()[0])
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -151,11 +184,13 @@ class CudaModelRunner:
 
     def prefill(self, sequences: Sequence[SequenceStep]) -> Any:
         """Start a prefill; logits f32[rows, V] (at least one row)."""
-        rows = step_inputs.count_logit_rows(sequences)
+        return self._prompts("prefill", sequences, max(step_inputs.count_logit_rows(sequences), 1))
+
+    def _prompts(self, function: str, sequences: Sequence[SequenceStep], rows: int) -> Any:
         tokens = sum(len(s.token_ids) for s in sequences)
         # A graph is captured per (bucket, sequences, rows): only one prompt at a time keeps their number small.
-        size, name = self._bucket("prefill", tokens) if len(sequences) == 1 and rows <= 1 else (tokens, "prefill")
-        layout = step_inputs.prefill_layout(size, len(sequences), max(rows, 1), self.info)
+        size, name = self._bucket(function, tokens) if len(sequences) == 1 and rows == 1 else (tokens, function)
+        layout = step_inputs.prefill_layout(size, len(sequences), rows, self.info)
         step_inputs.fill_prefill(self._stage(layout), sequences, self.page_size)
         views = self._upload(layout)
         return self._library.call(name, [*(views[n] for n in layout.names), self._pages])
@@ -215,13 +250,17 @@ class CudaModelRunner:
             self._views[layout] = views
         return views
 
-    def _to_host(self, logits: Any, rows: int) -> np.ndarray:
-        result = np.empty((rows, self.vocab_size), np.float32)
-        for first in range(0, rows, self.max_batch):
-            count = min(self.max_batch, rows - first)
-            cuda_memory.download(self._logits, logits, count * self.vocab_size * 4, first * self.vocab_size * 4)
+    def _to_host(self, tensor: Any, rows: int) -> np.ndarray:
+        """The first rows of a float32 tensor."""
+        width = int(tensor.shape[1])
+        result = np.empty((rows, width), np.float32)
+        buffer = self._host_rows.array.reshape(-1)
+        at_once = len(buffer) // width
+        for first in range(0, rows, at_once):
+            count = min(at_once, rows - first)
+            cuda_memory.download(self._host_rows, tensor, count * width * 4, first * width * 4)
             cuda_memory.synchronize()
-            result[first:first + count] = self._logits.array[:count]
+            result[first:first + count] = buffer[:count * width].reshape(count, width)
         return result
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:

@@ -113,6 +113,10 @@ class Engine:
         return int(getattr(self.runner, "embedding_size", 0))
 
     @property
+    def generates(self) -> bool:
+        return bool(getattr(self.runner, "generates", True))
+
+    @property
     def max_tokens(self) -> int:
         """Most tokens a sequence may have, prompt included."""
         return min(self.runner.max_context, self.scheduler.capacity)
@@ -130,7 +134,7 @@ class Engine:
     ) -> Request:
         """Check a request and compile its grammar. Changes nothing, so any thread may call it; then `admit` it."""
         params = params or SamplingParams()
-        if not getattr(self.runner, "generates", True):
+        if not self.generates:
             raise RequestError("this bundle computes embeddings only: build it with --embeddings instead of "
                                "--embeddings-only to generate text too", "model")
         prompt_ids = _token_ids(prompt_ids)

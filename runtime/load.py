@@ -50,7 +50,8 @@ def make_runner(library: Path, entry: TargetEntry, info: ModelInfo, parameters: 
     from relaxpack.runtime.cuda_model_runner import CudaModelRunner, upload_parameters
 
     loaded = Library(library, device, upload_parameters(parameters, device), graphs)
-    return CudaModelRunner(loaded, info, device, entry.buckets, num_pages, int(entry.memory_plan.get("arena_bytes", 0)))
+    return CudaModelRunner(loaded, info, device, entry.buckets, num_pages, int(entry.memory_plan.get("arena_bytes", 0)),
+                           entry.functions)
 
 
 def load_runner(bundle: Bundle, kind: str | None = None, num_pages: int | None = None,

@@ -12,11 +12,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
-from relaxpack.errors import EnvironmentProblem
+import numpy as np
+
+from relaxpack.errors import EnvironmentProblem, RequestError
 from relaxpack.runtime.detokenizer import Detokenizer
 from relaxpack.runtime.engine import Engine, TokenEvent
+from relaxpack.runtime.pooling import EmbeddingParams
 from relaxpack.runtime.request import FinishReason, Request, SequenceStatus
 from relaxpack.runtime.sampler import TokenLogprobs
 from relaxpack.runtime.sampling_params import SamplingParams
@@ -106,6 +110,8 @@ class TextGenerator:
         self._inboxes: dict[str, deque[TokenEvent]] = {}    # by request; streams may take turns stepping the engine
         self._process = os.getpid()
         self._lock = threading.RLock()      # held around every call of the engine, which belongs to one thread at a time
+        self._guests: set[object] = set()   # who wants the lock for less than a step
+        self._guest_left = threading.Condition()
 
     def stream(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *,
                continuation: bool = False, show: Iterable[str] = (), salt: str = "",
@@ -115,15 +121,13 @@ class TextGenerator:
         A completion is done when its `finish_reason` is set. `continuation`: the text goes on after the prompt.
         `cancelled` is asked between steps; then, or when the iterator is closed, what runs ends as "abort".
         """
-        if os.getpid() != self._process:
-            raise EnvironmentProblem(f"this model was loaded in process {self._process}, and its threads do not live on in "
-                                     "a fork: load it in the new process, and start that with multiprocessing's 'spawn'")
+        self._refuse_fork()
         requests: list[Request] = []
         inbox: deque[TokenEvent] = deque()
         outputs: dict[tuple[str, int], tuple[Completion, TextStream]] = {}
         try:
             for number, prompt_ids in enumerate(prompts):
-                with self._lock:
+                with self._as_guest():
                     request = self.engine.add(prompt_ids, params, salt=salt)
                     requests.append(request)
                     self._inboxes[request.id] = inbox
@@ -138,14 +142,44 @@ class TextGenerator:
                     if completion.finish_reason is None:     # else more tokens came before its stop string was seen
                         yield self._apply(event, completion, text_stream)
         finally:
-            with self._lock:
+            with self._as_guest():
                 for request in requests:
                     self.engine.cancel(request)
                     self._inboxes.pop(request.id, None)
 
+    def embed(self, prompts: Sequence[Sequence[int]], params: EmbeddingParams | None = None, *,
+              salt: str = "") -> np.ndarray:
+        """float32 [prompts, H]: the pooled last hidden states of prompts, computed together."""
+        self._refuse_fork()
+        requests: list[Request] = []
+        inbox: deque[TokenEvent] = deque()
+        try:
+            for prompt_ids in prompts:
+                with self._lock:
+                    request = self.engine.admit(self.engine.prepare_embedding(prompt_ids, params, salt=salt))
+                    requests.append(request)
+                    self._inboxes[request.id] = inbox
+            while self._advance(inbox, requests, lambda: False):
+                inbox.clear()
+        finally:
+            with self._as_guest():
+                for request in requests:
+                    self.engine.cancel(request)
+                    self._inboxes.pop(request.id, None)
+        for number, request in enumerate(requests):
+            if request.embedding is None:
+                raise RequestError(f"input {number}: {request.sequences[0].error}")
+        size = self.engine.embedding_size if params is None or params.dimensions is None else params.dimensions
+        return np.array([request.embedding for request in requests], np.float32).reshape(len(requests), size)
+
+    def _refuse_fork(self) -> None:
+        if os.getpid() != self._process:
+            raise EnvironmentProblem(f"this model was loaded in process {self._process}, and its threads do not live on in "
+                                     "a fork: load it in the new process, and start that with multiprocessing's 'spawn'")
+
     def _advance(self, inbox: deque[TokenEvent], requests: Sequence[Request], cancelled: Callable[[], bool]) -> bool:
         """Step the engine unless events wait already. False where neither events nor unfinished requests are left."""
-        while not self._lock.acquire(timeout=_TURN):
+        while not self._step_lock():
             if inbox:                        # another thread's steps bring this one's events too
                 return True
         try:
@@ -159,6 +193,27 @@ class TextGenerator:
             return True
         finally:
             self._lock.release()
+
+    @contextmanager
+    def _as_guest(self) -> Iterator[None]:
+        """The engine between two steps. A thread that steps would mostly have its lock again before another one wakes up, so
+        it lets guests in first; else a new request waited for the end of an answer that runs."""
+        guest = object()
+        self._guests.add(guest)
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._guests.discard(guest)
+            with self._guest_left:
+                self._guest_left.notify_all()
+
+    def _step_lock(self) -> bool:
+        """Take the lock for a step, guests first; False where that lasts longer than a turn."""
+        if self._guests:
+            with self._guest_left:
+                self._guest_left.wait_for(lambda: not self._guests, _TURN)
+        return self._lock.acquire(timeout=_TURN)
 
     def _deliver(self, events: Iterable[TokenEvent]) -> None:
         for event in events:
@@ -183,7 +238,7 @@ class TextGenerator:
                 text = stream.add([event.token_id])
         reason = event.finish_reason
         if stream.stop is not None:
-            with self._lock:
+            with self._as_guest():
                 if sequence.status is not SequenceStatus.FINISHED:
                     self.engine.finish(sequence, FinishReason.STOP)
         if reason is not None:

@@ -23,10 +23,11 @@ from relaxpack.runtime.server import errors
 from relaxpack.runtime.server import responses as answers_doc
 from relaxpack.runtime.server.answers import ChatOutput, CompletionOutput, Head, Output
 from relaxpack.runtime.server.auth import AuthMiddleware
+from relaxpack.runtime.server.embeddings import EmbeddingResponse, embedding_job
 from relaxpack.runtime.server.limits import HttpCounts, Limits, LimitsMiddleware
 from relaxpack.runtime.server.model import ServedModel
 from relaxpack.runtime.server.prometheus import CONTENT_TYPE, metrics_text
-from relaxpack.runtime.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from relaxpack.runtime.server.protocol import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from relaxpack.runtime.server.stream import GenerationResponse
 from relaxpack.runtime.server.translate import Job, chat_job, completion_job, plain_message
 
@@ -106,6 +107,13 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         return await answer(lambda: completion_job(body, model, _tenant(request)),
                             Head("cmpl", "text_completion", model.name), "text_completion",
                             lambda index, job: CompletionOutput.of(index, job, model.tokenizer))
+
+
+    @app.post("/v1/embeddings", response_model=None, responses=_documented(answers_doc.EmbeddingList))
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        """Last hidden states of texts, pooled; for bundles built with --embeddings."""
+        job = await run_in_threadpool(lambda: embedding_job(body, model, _tenant(request)).submit(model))
+        return EmbeddingResponse(job, model.name, timeout=state.limits.request_seconds, draining=lambda: state.draining)
 
 
 def _add_text(app: FastAPI, state: ServerState) -> None:

@@ -135,7 +135,7 @@ def _complaint(error: Mapping[str, Any], name: str) -> str:
 def _near(name: str) -> str:
     from relaxpack.runtime.server import protocol
 
-    known = {f.alias or field for model in (protocol.ChatBody, protocol.CompletionBody) for field, f in
-             model.model_fields.items()}
+    bodies = (protocol.ChatBody, protocol.CompletionBody, protocol.EmbeddingBody)
+    known = {f.alias or field for model in bodies for field, f in model.model_fields.items()}
     near = difflib.get_close_matches(name.rpartition(".")[2], known, n=2)
     return f": did you mean {' or '.join(near)}?" if near else ": leave it out; /openapi.json lists the fields"

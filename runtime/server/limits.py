@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from relaxpack.runtime.server.errors import ApiError, response_to
 
 _log = logging.getLogger("uvicorn.error")       # its format, and --log-level
-GENERATES = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})     # what takes the engine's time
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")      # perhaps half a character, which no tokenizer takes
 _DRAIN_SECONDS, _DRAIN_FACTOR = 2.0, 4
 

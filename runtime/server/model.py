@@ -54,4 +54,5 @@ class ServedModel:
         """An entry of /v1/models; fields behind owned_by are extensions."""
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "relaxpack",
                 "max_model_len": self.engine.max_tokens, "aliases": list(self.names[1:]),
-                "default_sampling": self.default_sampling, "chat": bool(self.template)}
+                "default_sampling": self.default_sampling, "chat": bool(self.template) and self.engine.generates,
+                "embedding_size": self.engine.embedding_size or None}

@@ -104,6 +104,23 @@ class CompletionBody(SamplingBody):
         None, description="Extension. Put the model's BOS in front; by default as it wants.")
 
 
+class EmbeddingBody(Body):
+    model: str | None = Field(None, description="A name from /v1/models; by default the model served.")
+    input: str | list[str] | list[Whole] | list[list[Whole]] = Field(
+        description="Text or token ids, one input or several.")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="float: a list of numbers; base64: those as little-endian float32.")
+    dimensions: Whole | None = Field(
+        None, description="Keep so many leading numbers, normalised again; for models that were trained for it.")
+    pooling: Literal["last", "mean"] | None = Field(
+        None, description="Extension. Of the last token (the default), or the mean over all.")
+    normalize: bool | None = Field(None, description="Extension. To length 1; default true.")
+    add_special_tokens: bool | None = Field(
+        None, description="Extension. Put the model's BOS in front of text; by default as it wants.")
+    cache_salt: str | None = Field(None, description="Extension. Only requests with an equal salt share cached prefixes.")
+    user: Unused = None
+
+
 class FunctionCall(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     name: str

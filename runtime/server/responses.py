@@ -103,6 +103,25 @@ class Completion(BaseModel):
     usage: Usage
 
 
+class EmbeddingItem(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"]
+    data: list[EmbeddingItem]
+    model: str
+    usage: EmbeddingUsage
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"]
@@ -112,6 +131,7 @@ class ModelCard(BaseModel):
     aliases: list[str]
     default_sampling: dict[str, Any]
     chat: bool
+    embedding_size: int | None
 
 
 class ModelList(BaseModel):

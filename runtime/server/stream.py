@@ -1,4 +1,4 @@
-"""`GenerationResponse`: runs a job's requests to their end and answers, whole or as server-sent events.
+"""`EngineResponse` and `GenerationResponse`: run requests to their end and answer, whole or as server-sent events.
 
 Whatever ends the connection (the client leaves, time is up, the server shuts down) cancels the requests, so their pages are
 free before the next step. What answers look like is `answers.py`.
@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
@@ -24,38 +24,70 @@ KEEP_ALIVE_SECONDS = 15.0       # a comment goes out while the first token takes
 _DONE = b"data: [DONE]\n\n"
 
 
-class GenerationResponse(Response):
-    def __init__(self, job: Job, head: Head, outputs: Sequence[Output], *, whole_kind: str,
-                 timeout: float | None = None, draining: Callable[[], bool] = lambda: False) -> None:
+class Cancellable(Protocol):
+    def cancel(self) -> None: ...
+
+
+class EngineResponse(Response):
+    """Answers from requests that the engine works on, and cancels them when the client leaves or time is up."""
+
+    def __init__(self, requests: Cancellable, timeout: float | None, draining: Callable[[], bool]) -> None:
         """`timeout`: seconds until the requests are ended. `draining`: whether the server is shutting down."""
         self.status_code = 200
         self.background = None
-        self._job, self._head, self._outputs, self._whole_kind = job, head, outputs, whole_kind
-        self._timeout, self._draining = timeout, draining
-        self._tokens = 0
+        self._requests, self._timeout, self._draining = requests, timeout, draining
         self._timed_out = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
         watch = asyncio.ensure_future(_until_gone(receive))
-        watch.add_done_callback(lambda _: self._job.cancel())
+        watch.add_done_callback(lambda _: self._requests.cancel())
         timer = loop.call_later(self._timeout, self._time_is_up) if self._timeout else None
         try:
-            if self._job.stream:
-                await self._stream(send, watch.done)
-            else:
-                response = await self._whole()
-                if not watch.done():
-                    await response(scope, receive, send)
+            response = await self._answer(send, watch.done)
+            if response is not None and not watch.done():
+                await response(scope, receive, send)
         finally:
             if timer is not None:
                 timer.cancel()
-            self._job.cancel()
+            self._requests.cancel()
             watch.cancel()
+
+    async def _answer(self, send: Send, gone: Callable[[], bool]) -> Response | None:
+        """The whole answer, or None where it has been sent piece by piece. `gone`: whether the client has left."""
+        raise NotImplementedError
 
     def _time_is_up(self) -> None:
         self._timed_out = True
-        self._job.cancel()
+        self._requests.cancel()
+
+    def _error(self, piece: Piece) -> ApiError | None:
+        """Why an output ended before its end."""
+        if piece.finish_reason == "error":
+            return ApiError(500, piece.error or "the model failed", code="generation_failed")
+        if piece.finish_reason != "abort":
+            return None
+        if self._timed_out:
+            return ApiError(504, f"the answer took longer than this server's limit of {self._timeout:g} seconds: ask for "
+                                 "less, or try again when it is less busy", code="timeout")
+        if self._draining():
+            return ApiError(503, "the server is shutting down: try again later", code="unavailable",
+                            headers={"Retry-After": "5"})
+        return ApiError(499, "the request was cancelled", code="cancelled")
+
+
+class GenerationResponse(EngineResponse):
+    def __init__(self, job: Job, head: Head, outputs: Sequence[Output], *, whole_kind: str,
+                 timeout: float | None = None, draining: Callable[[], bool] = lambda: False) -> None:
+        super().__init__(job, timeout, draining)
+        self._job, self._head, self._outputs, self._whole_kind = job, head, outputs, whole_kind
+        self._tokens = 0
+
+    async def _answer(self, send: Send, gone: Callable[[], bool]) -> Response | None:
+        if not self._job.stream:
+            return await self._whole()
+        await self._stream(send, gone)
+        return None
 
     async def _whole(self) -> Response:
         async with aclosing(merged(self._job.streams, self._job.params.n)) as pieces:
@@ -130,20 +162,6 @@ class GenerationResponse(Response):
         if self._job.include_usage:
             extra["usage"] = usage(self._job, self._tokens) if self._job.usage_so_far else None
         return b"".join(_event({**self._head.body([choice]), **extra}) for choice in choices)
-
-    def _error(self, piece: Piece) -> ApiError | None:
-        """Why an output ended before its end."""
-        if piece.finish_reason == "error":
-            return ApiError(500, piece.error or "the model failed", code="generation_failed")
-        if piece.finish_reason != "abort":
-            return None
-        if self._timed_out:
-            return ApiError(504, f"the answer took longer than this server's limit of {self._timeout:g} seconds: ask for "
-                                 "fewer tokens, or try again when it is less busy", code="timeout")
-        if self._draining():
-            return ApiError(503, "the server is shutting down: try again later", code="unavailable",
-                            headers={"Retry-After": "5"})
-        return ApiError(499, "the request was cancelled", code="cancelled")
 
 
 def _start() -> Message:

@@ -52,9 +52,9 @@ class Job:
     def submit(self, model: ServedModel) -> Job:
         """Give the requests to the engine; all of them or none."""
         try:
-            for prompt_ids in self.prompts:
+            for ids in self.prompts:
                 self.streams.append(model.engine.submit(
-                    prompt_ids, self.params, salt=self.salt, continuation=self.continuation, show=self.show))
+                    ids, self.params, salt=self.salt, continuation=self.continuation, show=self.show))
         except BaseException:
             self.cancel()
             raise
@@ -109,7 +109,7 @@ def completion_job(body: CompletionBody, model: ServedModel, tenant: str = "") -
                            "not supported: leave best_of out", "best_of")
     if body.logprobs is not None and not 0 <= body.logprobs <= MOST_LIKELIEST:
         raise RequestError(f"logprobs must be from 0 to {MOST_LIKELIEST}, got {body.logprobs}", "logprobs")
-    prompts = _prompts(body, model)
+    prompts = prompt_ids(body.prompt, model, body.add_special_tokens)
     if len(prompts) * n > MOST_OUTPUTS:
         raise RequestError(f"{len(prompts)} prompts with n = {n} make {len(prompts) * n} outputs, at most {MOST_OUTPUTS} "
                            "are allowed in one request: send several", "prompt")
@@ -134,16 +134,16 @@ def plain_message(message: Message) -> dict[str, Any]:
     return {**plain, "role": "system"} if message.role == "developer" else plain
 
 
-def _prompts(body: CompletionBody, model: ServedModel) -> list[list[int]]:
-    prompt: Any = body.prompt
+def prompt_ids(prompt: Any, model: ServedModel, add_bos: bool | None, field_name: str = "prompt") -> list[list[int]]:
+    """Token ids of each of one or several prompts, text or token ids."""
     if isinstance(prompt, str):
         prompt = [prompt]
     elif prompt and isinstance(prompt[0], int):
         prompt = [prompt]
     if not prompt:
-        raise RequestError("the prompt is empty: give text or token ids", "prompt")
+        raise RequestError(f"the {field_name} is empty: give text or token ids", field_name)
     encode = model.tokenizer.encode
-    return [encode(one, add_bos=body.add_special_tokens) if isinstance(one, str) else list(one) for one in prompt]
+    return [encode(one, add_bos=add_bos) if isinstance(one, str) else list(one) for one in prompt]
 
 
 def with_context_code(job: Job, model: ServedModel, field_name: str) -> None:

@@ -1,0 +1,111 @@
+"""`/v1/embeddings`: from its body to requests of the engine, and from their pooled hidden states to the answer.
+
+Inputs of one body are requests of their own, batched with whatever else the engine does; leaving the connection cancels
+those that still run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import numpy as np
+from starlette.responses import Response
+from starlette.types import Send
+
+from relaxpack.errors import RequestError
+from relaxpack.runtime.async_engine import RequestStream
+from relaxpack.runtime.pooling import EmbeddingParams
+from relaxpack.runtime.server.errors import ApiError, response_to
+from relaxpack.runtime.server.model import ServedModel
+from relaxpack.runtime.server.protocol import EmbeddingBody
+from relaxpack.runtime.server.stream import EngineResponse, merged
+from relaxpack.runtime.server.translate import prompt_ids
+
+MOST_INPUTS = 2048      # of one body, as OpenAI's API has it
+
+
+@dataclass
+class EmbeddingJob:
+    """Requests of one body."""
+
+    prompts: list[list[int]]
+    params: EmbeddingParams
+    base64: bool
+    salt: str
+    streams: list[RequestStream] = field(default_factory=list)
+
+    def submit(self, model: ServedModel) -> EmbeddingJob:
+        """Give the requests to the engine; all of them or none."""
+        try:
+            for ids in self.prompts:
+                self.streams.append(model.engine.submit_embedding(ids, self.params, salt=self.salt))
+        except BaseException:
+            self.cancel()
+            raise
+        return self
+
+    def cancel(self) -> None:
+        for stream in self.streams:
+            stream.cancel()
+
+
+def embedding_job(body: EmbeddingBody, model: ServedModel, tenant: str = "") -> EmbeddingJob:
+    model.check_name(body.model)
+    if not model.engine.embedding_size:
+        raise RequestError("the bundle served here has no function for embeddings: build one with `relaxpack build "
+                           "--embeddings` (or --embeddings-only) and serve that", "model")
+    params = EmbeddingParams(pooling=body.pooling or "last", dimensions=body.dimensions,
+                             normalize=body.normalize is not False)
+    prompts = prompt_ids(body.input, model, body.add_special_tokens, "input")
+    if len(prompts) > MOST_INPUTS:
+        raise RequestError(f"input has {len(prompts)} entries, at most {MOST_INPUTS} are allowed in one request: send "
+                           "several", "input")
+    limit, last = model.engine.max_tokens, model.tokenizer.vocab_size - 1
+    for number, ids in enumerate(prompts):
+        name = "input" if len(prompts) == 1 else f"input[{number}]"
+        if not ids:
+            raise RequestError(f"{name} is empty: it needs at least one token", "input")
+        if len(ids) > limit:
+            raise ApiError(400, f"{name} has {len(ids)} tokens, but this model's context holds {limit}: shorten it by "
+                                f"{len(ids) - limit}", param="input", code="context_length_exceeded")
+        if not 0 <= min(ids) <= max(ids) <= last:
+            wrong = next(token_id for token_id in ids if not 0 <= token_id <= last)
+            raise RequestError(f"{name} has the token id {wrong}, but ids go from 0 to {last}", "input")
+    return EmbeddingJob(prompts, params, body.encoding_format == "base64", tenant + (body.cache_salt or ""))
+
+
+class EmbeddingResponse(EngineResponse):
+    def __init__(self, job: EmbeddingJob, model: str, *, timeout: float | None = None,
+                 draining: Callable[[], bool] = lambda: False) -> None:
+        super().__init__(job, timeout, draining)
+        self._job, self._model = job, model
+
+    async def _answer(self, send: Send, gone: Callable[[], bool]) -> Response | None:
+        async with aclosing(merged(self._job.streams, 1)) as pieces:
+            async for _, piece in pieces:
+                error = self._error(piece)
+                if error is not None:
+                    return response_to(error)
+        parts: list[bytes] = []
+        for index, stream in enumerate(self._job.streams):
+            assert stream.request.embedding is not None
+            item = {"object": "embedding", "index": index, "embedding": self._encoded(stream.request.embedding)}
+            parts.append(json.dumps(item, separators=(",", ":")).encode())
+            await asyncio.sleep(0)      # thousands of numbers each: others have their turn in between
+        prompt = sum(map(len, self._job.prompts))
+        cached = sum(stream.cached_tokens for stream in self._job.streams)
+        rest = json.dumps({"model": self._model, "usage": {
+            "prompt_tokens": prompt, "total_tokens": prompt, "prompt_tokens_details": {"cached_tokens": cached}}})
+        body = b'{"object":"list","data":[' + b",".join(parts) + b"]," + rest[1:].encode()
+        return Response(body, media_type="application/json")
+
+    def _encoded(self, embedding: np.ndarray) -> list[float] | str:
+        if self._job.base64:
+            return base64.b64encode(embedding.astype("<f4").tobytes()).decode()
+        values: list[float] = embedding.tolist()
+        return values
