@@ -15,6 +15,7 @@ from relaxpack.errors import EnvironmentProblem, RequestError, UsageError
 from relaxpack.llm import LLM
 from relaxpack.runtime.engine import Engine
 from tests.helpers.text import CHATML, ScriptedRunner, answering, chatml, llama2
+from tests.helpers.waiting import DEADLINE, eventually
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 
@@ -93,6 +94,8 @@ def test_threads_share_a_model():
     def watched(plan):
         nonlocal most
         assert not inside, "two threads are in the model"
+        if not most:    # the first step lasts until a second thread has come; it must be in the next one
+            eventually(lambda: llm.generator._guests or len(llm.engine._requests) > 1)
         inside.append(1)
         most = max(most, len(plan.sequences))
         try:
@@ -104,7 +107,7 @@ def test_threads_share_a_model():
 
     def ask(number):
         text = f"thread {number} says {'abcdefgh' * number}"
-        barrier.wait(10)
+        barrier.wait(DEADLINE)
         if number % 2:
             answers[text] = "".join(llm.stream([{"role": "user", "content": text}]))
         else:
@@ -115,7 +118,7 @@ def test_threads_share_a_model():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(DEADLINE)
     finally:
         sys.setswitchinterval(before)
     assert len(answers) == 8 and all(answer == text.upper() for text, answer in answers.items())
