@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from relaxpack.runtime.step_plan import StepPlan, StepResult, StepSampling
+from tests.helpers.waiting import Gate
 
 _MASK = (1 << 62) - 1
 _POISON = -987654321
@@ -41,6 +42,7 @@ class FakeRunner:
         self.delay = delay
         self.decode_twist = decode_twist
         self.keys = np.full((num_pages, page_size), _POISON, np.int64)
+        self.gate = Gate()
         self.plans: list[StepPlan] = []
         self.fail_next: Exception | None = None
         self.nan_for: int | None = None      # logits are NaN once this token id is the last one
@@ -48,6 +50,7 @@ class FakeRunner:
     def forward(self, plan: StepPlan) -> np.ndarray:
         self._check(plan)
         self.plans.append(plan)
+        self.gate.step()
         if self.delay:
             time.sleep(self.delay)
         if self.fail_next is not None:

@@ -14,6 +14,7 @@ from relaxpack.runtime.structured import GrammarCompiler
 from relaxpack.runtime.tokenizer import Tokenizer
 from tests.helpers.fakes import FakeRunner
 from tests.helpers.text import ScriptedRunner, answering, chatml
+from tests.helpers.waiting import Gate
 
 # ChatML that knows tools, in Hermes' words.
 TOOL_TEMPLATE = (
@@ -27,7 +28,12 @@ TOOL_TEMPLATE = (
 class DelayedRunner(ScriptedRunner):
     delay = 0.0
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.gate = Gate()
+
     def forward(self, plan: Any) -> Any:
+        self.gate.step()
         if self.delay:
             time.sleep(self.delay)
         return super().forward(plan)
@@ -40,6 +46,11 @@ def shared_tokenizer(tools: bool = False) -> Tokenizer:
 
 def last_question(prompt: str) -> str:
     return prompt.rpartition("user\n")[2].partition("<|im_end|>")[0]
+
+
+def gate_of(model: ServedModel) -> Gate:
+    """Of its runner, whichever of the two it is."""
+    return model.engine._engine.runner.gate
 
 
 def scripted_model(answer: Callable[[str], str], *, delay: float = 0.0, max_context: int = 2048, tools: bool = False,

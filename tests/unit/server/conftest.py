@@ -11,6 +11,7 @@ import pytest
 
 from relaxpack.runtime.server.serve import Running, background
 from tests.helpers.server import hash_model, last_question, scripted_model
+from tests.helpers.waiting import DEADLINE
 
 
 @pytest.fixture(scope="session")
@@ -28,13 +29,13 @@ def hashed() -> Iterator[Running]:
 
 @pytest.fixture
 def client(scripted: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=scripted.url, timeout=30) as session:
+    with httpx.Client(base_url=scripted.url, timeout=DEADLINE) as session:
         yield session
 
 
 @pytest.fixture
 def hash_client(hashed: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=hashed.url, timeout=30) as session:
+    with httpx.Client(base_url=hashed.url, timeout=DEADLINE) as session:
         yield session
 
 

@@ -7,6 +7,7 @@ import pytest
 from relaxpack.runtime.server.serve import background
 from tests.helpers.server import last_question, scripted_model
 from tests.helpers.text import chatml
+from tests.helpers.waiting import DEADLINE
 
 SAID = "You said: hi ďábelské 👨‍👩‍👧 ж漢🦊"
 
@@ -73,7 +74,7 @@ def test_c19_what_the_template_refuses_is_a_400_in_its_words(monkeypatch):
     from tests.unit.server.conftest import Chat
 
     monkeypatch.setattr(helper, "shared_tokenizer", lambda tools: chatml(chat_template=GEMMA))
-    with background(scripted_model(last_question)) as server, httpx.Client(base_url=server.url, timeout=30) as session:
+    with background(scripted_model(last_question)) as server, httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
         chat = Chat(session)
         system = {"role": "system", "content": "Be kind."}
         for messages, words in (([system, "hi"], "System role not supported"),

@@ -23,7 +23,7 @@ def expected(prompt_ids, count):
 
 def test_greedy_output_is_the_reference(hash_client):
     tokenizer = shared_tokenizer()
-    answer = complete(hash_client, [5, 6, 7], max_tokens=9)
+    answer = complete(hash_client, [5, 6, 7], max_tokens=9, cache_salt="of this test")
     assert answer["choices"][0]["text"] == tokenizer.decode(expected([5, 6, 7], 9))
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12,

@@ -15,6 +15,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 from relaxpack.runtime.server.limits import Limits
 from relaxpack.runtime.server.serve import background
 from tests.helpers.server import hash_model
+from tests.helpers.waiting import DEADLINE, eventually
 from tests.unit.server.conftest import error_of
 
 GOOD = {
@@ -55,11 +56,11 @@ def mutate(value, rng):
 @pytest.fixture(scope="module")
 def session():
     with background(hash_model(max_context=64), Limits(max_body_bytes=200_000)) as server, \
-            httpx.Client(base_url=server.url, timeout=30) as client:
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as client:
         yield client
         assert client.get("/health").json()["status"] == "ok"
         metrics = server.state.model.engine.metrics
-        assert metrics.pages_held == 0 and metrics.running == 0
+        eventually(lambda: metrics.pages_held == 0 and metrics.running == 0)
 
 
 def test_the_unchanged_bodies_are_fine(session):
@@ -107,8 +108,8 @@ def test_other_content_types_are_told_which_one_is_right(session):
 
 @pytest.fixture(scope="module")
 def described():
-    with background(hash_model(max_context=40), Limits(request_seconds=20)) as server:
-        schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    with background(hash_model(max_context=40), Limits(request_seconds=DEADLINE)) as server:
+        schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json", timeout=DEADLINE)
         yield {operation.label: operation for operation in (result.ok() for result in schema.get_all_operations())}
 
 
@@ -129,5 +130,5 @@ def test_our_openapi_description_holds(described, label, mode):
               suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case):
-        case.call_and_validate(checks=checks, timeout=30)
+        case.call_and_validate(checks=checks, timeout=DEADLINE)
     check()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
 import threading
-import time
 
 import httpx
 import pytest
 
+from relaxpack.runtime.server import limits, stream
 from relaxpack.runtime.server.limits import Limits
 from relaxpack.runtime.server.serve import background
-from tests.helpers.server import hash_model, last_question, scripted_model
+from tests.helpers.server import gate_of, hash_model, last_question, scripted_model
+from tests.helpers.waiting import DEADLINE, eventually
 from tests.unit.server.conftest import error_of, read_chunks
 
-SLOW = {"delay": 0.01, "max_context": 4000}
+SLOW = {"delay": 0.01, "max_context": 4000}     # half a minute for 700 words
 
 
 def body_of(text="hi", **more):
@@ -29,16 +31,21 @@ def raw_request(body, path="/v1/chat/completions"):
             .encode() + data)
 
 
-def connect(server, timeout=20):
+def connect(server):
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=timeout)
+    return socket.create_connection((host, int(port)), timeout=DEADLINE)
 
 
-def eventually(check, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
+def read_until(connection, words):
+    received = b""
+    while words not in received:
+        part = connection.recv(65536)
+        assert part, received
+        received += part
+
+
+def connections(server):
+    return list(server.server.server_state.connections)
 
 
 def idle(server):
@@ -48,7 +55,7 @@ def idle(server):
 
 def test_api_keys_guard_everything_but_the_page_and_health():
     with background(scripted_model(last_question), api_keys=["secret-1", "schlüssel-2"]) as server, \
-            httpx.Client(base_url=server.url, timeout=30) as session:
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
         assert session.get("/health").status_code == 200 and session.get("/").status_code == 200
         for path in ("/v1/models", "/metrics"):
             error = error_of(session.get(path), 401)
@@ -63,7 +70,7 @@ def test_api_keys_guard_everything_but_the_page_and_health():
 def test_tenants_do_not_share_cached_prefixes():
     long = "words that fill some pages of the prefix cache, again and again and again"
     with background(scripted_model(last_question), api_keys=["a", "b"]) as server, \
-            httpx.Client(base_url=server.url, timeout=30) as session:
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
         def cached(key):
             answer = session.post("/v1/chat/completions", json=body_of(long, max_tokens=1),
                                   headers={"Authorization": f"Bearer {key}"})
@@ -73,16 +80,17 @@ def test_tenants_do_not_share_cached_prefixes():
 
 def test_other_origins_are_let_in_only_when_named():
     with background(scripted_model(last_question), allow_origins=["https://ours.example"]) as server, \
-            httpx.Client(base_url=server.url, timeout=30) as session:
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
         ours = session.get("/v1/models", headers={"Origin": "https://ours.example"})
         assert ours.headers["access-control-allow-origin"] == "https://ours.example"
         theirs = session.get("/v1/models", headers={"Origin": "https://theirs.example"})
         assert "access-control-allow-origin" not in theirs.headers
 
 
-def test_bodies_that_are_too_large_are_refused_with_the_limit():
+def test_bodies_that_are_too_large_are_refused_with_the_limit(monkeypatch):
+    monkeypatch.setattr(limits, "_DRAIN_SECONDS", DEADLINE)
     with background(scripted_model(last_question), Limits(max_body_bytes=10_000)) as server, \
-            httpx.Client(base_url=server.url, timeout=30) as session:
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
         large = body_of("x" * 20_000)
         error = error_of(session.post("/v1/chat/completions", json=large), 413)
         assert "10000" in error["message"] and error["code"] == "request_too_large"
@@ -94,87 +102,118 @@ def test_bodies_that_are_too_large_are_refused_with_the_limit():
 
 def test_small_answers_do_not_wait_for_acknowledgements():
     """Nagle's algorithm on the server's side would add 40 ms to each."""
-    with background(scripted_model(last_question)) as server, httpx.Client(base_url=server.url, timeout=30) as session:
-        times = []
-        for _ in range(12):
-            started = time.perf_counter()
-            assert session.post("/tokenize", json={"prompt": "hi"}).status_code == 200
-            times.append(time.perf_counter() - started)
-    assert min(times) < 0.035
+    with background(scripted_model(last_question)) as server, httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
+        assert session.post("/tokenize", json={"prompt": "hi"}).status_code == 200
+        [connection] = connections(server)
+        ours = connection.transport.get_extra_info("socket")
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_requests_above_the_limit_are_told_to_come_back():
-    model = scripted_model(lambda prompt: "word " * 500, **SLOW)
-    with background(model, Limits(max_concurrent=2)) as server, httpx.Client(base_url=server.url, timeout=30) as session:
+    model = scripted_model(lambda prompt: "word " * 50)
+    with background(model, Limits(max_concurrent=2)) as server, \
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
         held = [connect(server) for _ in range(2)]
-        for connection in held:
-            connection.sendall(raw_request(body_of(stream=True)))
-        eventually(lambda: server.state.counts.in_flight == 2)
-        response = session.post("/v1/chat/completions", json=body_of())
-        assert error_of(response, 429)["code"] == "too_many_requests" and response.headers["retry-after"] == "1"
-        assert session.get("/v1/models").status_code == 200
-        for connection in held:
-            connection.close()
+        with gate_of(model).held(10):
+            for connection in held:
+                connection.sendall(raw_request(body_of(stream=True)))
+            eventually(lambda: server.state.counts.in_flight == 2)
+            response = session.post("/v1/chat/completions", json=body_of())
+            assert error_of(response, 429)["code"] == "too_many_requests" and response.headers["retry-after"] == "1"
+            assert session.get("/v1/models").status_code == 200
+            for connection in held:
+                connection.close()
         eventually(lambda: idle(server))
         assert session.post("/v1/chat/completions", json=body_of(max_tokens=2)).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_gives_its_pages_back_within_two_steps(stream):
-    # Steps so slow that what is counted is the server's doing and not the machine's.
-    model = scripted_model(lambda prompt: "word " * 100, delay=0.1)
-    with background(model) as server:
+    model = scripted_model(lambda prompt: "word " * 100)
+    metrics = model.engine.metrics
+    with background(model) as server, gate_of(model).held(8) as gate:
         connection = connect(server)
         connection.sendall(raw_request(body_of(stream=stream, n=2)))
-        metrics = model.engine.metrics
-        eventually(lambda: metrics.output_tokens > 6)
+        eventually(lambda: gate.holds)
         if stream:
-            assert b'"content":"w' in connection.recv(65536)
-        assert metrics.pages_held > 0
+            read_until(connection, b'"content":"w')
+        assert metrics.output_tokens > 6 and metrics.pages_held > 0
         connection.close()
+        eventually(lambda: model.engine._commands)      # the news waits for the end of the step that runs
         steps = metrics.steps
-        eventually(lambda: metrics.pages_held == 0, 5)
-        # One step may already be running when the news arrives, and this thread may look late by one.
-        assert metrics.steps - steps <= 3 and idle(server)
-        assert metrics.finished["abort"] == 2 and server.state.counts.disconnects == 1
+        gate.allow(2)
+        eventually(lambda: metrics.pages_held == 0 or gate.holds)
+        assert metrics.pages_held == 0 and metrics.steps - steps <= 2 and metrics.finished == {"abort": 2}
+        eventually(lambda: idle(server) and server.state.counts.disconnects == 1)
 
 
 def test_a_disconnect_before_the_first_token_is_noticed_too():
-    model = scripted_model(lambda prompt: "x", delay=0.2)
+    model = scripted_model(lambda prompt: "x")
     with background(model) as server:
-        connection = connect(server)
-        connection.sendall(raw_request(body_of("long " * 100)))
-        eventually(lambda: model.engine.metrics.running == 1)
-        connection.close()
-        eventually(lambda: idle(server), 10)
+        with gate_of(model).held(1) as gate:        # of several chunks of the prompt
+            connection = connect(server)
+            connection.sendall(raw_request(body_of("long " * 100)))
+            eventually(lambda: gate.holds and model.engine.metrics.running == 1)
+            connection.close()
+            eventually(lambda: model.engine._commands)
+        eventually(lambda: idle(server))
+        assert model.engine.metrics.finished == {"abort": 1} and model.engine.metrics.output_tokens == 0
 
 
-def test_answers_that_take_too_long_are_ended_with_the_limit():
+def test_answers_that_take_too_long_are_ended_with_the_limit(monkeypatch):
     with background(scripted_model(lambda prompt: "word " * 700, **SLOW), Limits(request_seconds=0.3)) as server, \
-            httpx.Client(base_url=server.url, timeout=30) as session:
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
         error = error_of(session.post("/v1/chat/completions", json=body_of()), 504)
         assert error["code"] == "timeout" and "0.3 seconds" in error["message"]
-        chunks = read_chunks(session.post("/v1/chat/completions", json=body_of(stream=True)))
-        assert "choices" in chunks[3] and chunks[-1]["error"]["code"] == "timeout"
+        time_is_up, begun = stream.GenerationResponse._time_is_up, threading.Event()
+
+        def not_before_it_has_begun(response):      # a slow machine may take 0.3 seconds for the first token
+            if begun.is_set():
+                time_is_up(response)
+            else:
+                asyncio.get_running_loop().call_later(0.01, not_before_it_has_begun, response)
+        monkeypatch.setattr(stream.GenerationResponse, "_time_is_up", not_before_it_has_begun)
+        with session.stream("POST", "/v1/chat/completions", json=body_of(stream=True)) as response:
+            lines = (line for line in response.iter_lines() if line)
+            assert response.status_code == 200 and all("choices" in next(lines) for _ in range(4))
+            begun.set()
+            *_, last, done = lines
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout" and done == "data: [DONE]"
         eventually(lambda: idle(server))
 
 
-def test_half_sent_requests_are_cut_off_and_disturb_nobody():
-    limits = Limits(header_seconds=1.0, body_seconds=1.0)
-    with background(scripted_model(last_question), limits) as server, \
-            httpx.Client(base_url=server.url, timeout=30) as session:
-        whole = raw_request(body_of())
-        silent, head, body = (connect(server) for _ in range(3))
-        head.sendall(whole[:30])
-        body.sendall(whole[:-5])
-        second = connect(server)
-        second.sendall(whole)
-        assert b"200 OK" in second.recv(65536)
-        second.sendall(whole[:30])          # a half head behind a good request
-        stalled = time.monotonic()
-        assert session.post("/v1/chat/completions", json=body_of()).status_code == 200
-        assert time.monotonic() - stalled < 0.9
-        assert b" 408 " in body.recv(65536)
+def half_sent(server):
+    """Connections that send nothing, half a head, a head and half a body, half a head behind a good request."""
+    whole = raw_request(body_of())
+    body = connect(server)
+    body.sendall(whole[:-5])
+    second = connect(server)
+    second.sendall(whole)
+    read_until(second, b"200 OK")
+    second.sendall(whole[:30])
+    silent, head = connect(server), connect(server)
+    head.sendall(whole[:30])
+    return silent, head, body, second
+
+
+def test_half_sent_requests_disturb_nobody():
+    """However long they take: nobody waits for their end."""
+    with background(scripted_model(last_question), Limits(header_seconds=3600, body_seconds=3600)) as server, \
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
+        stalled = half_sent(server)
+        eventually(lambda: len(connections(server)) == 4)
+        for _ in range(3):
+            assert session.post("/v1/chat/completions", json=body_of()).status_code == 200
+        assert len(connections(server)) == 5
+        for connection in stalled:
+            connection.close()
+        eventually(lambda: len(connections(server)) == 1)
+
+
+def test_half_sent_requests_are_cut_off():
+    with background(scripted_model(last_question), Limits(header_seconds=2.0, body_seconds=1.0)) as server:
+        silent, head, body, second = half_sent(server)
+        read_until(body, b" 408 ")
         for connection in (silent, head, second):
             try:
                 while connection.recv(65536):
@@ -183,40 +222,54 @@ def test_half_sent_requests_are_cut_off_and_disturb_nobody():
                 pass
         for connection in (silent, head, body, second):
             connection.close()
-        eventually(lambda: len(server.server.server_state.connections) <= 1)
+        eventually(lambda: not connections(server))
 
 
-def test_a_reader_that_stops_reading_is_dropped_and_the_others_do_not_wait():
-    with background(hash_model(num_pages=4000, max_context=2500, page_size=16), Limits(write_seconds=0.5)) as server, \
-            httpx.Client(base_url=server.url, timeout=30) as session:
-        sleeper = socket.socket()
-        sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        host, port = server.url.removeprefix("http://").split(":")
-        sleeper.connect((host, int(port)))
-        # Many outputs with log-probabilities: far more than the buffers between us hold.
-        sleeper.sendall(raw_request({"prompt": [1, 2], "stream": True, "n": 4, "logprobs": 20, "max_tokens": 2000},
-                                    "/v1/completions"))
+def sleeping_reader(server):
+    """Many outputs with log-probabilities: far more than the buffers between us hold."""
+    sleeper = socket.socket()
+    sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, port = server.url.removeprefix("http://").split(":")
+    sleeper.connect((host, int(port)))
+    sleeper.sendall(raw_request({"prompt": [1, 2], "stream": True, "n": 4, "logprobs": 20, "max_tokens": 2000},
+                                "/v1/completions"))
+    return sleeper
+
+
+LONG = {"num_pages": 4000, "max_context": 2500, "page_size": 16}
+
+
+def test_nobody_waits_for_a_reader_that_stops_reading():
+    with background(hash_model(**LONG), Limits(write_seconds=3600)) as server, \
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as session, sleeping_reader(server):
+        eventually(lambda: any(connection.flow.write_paused for connection in connections(server)))
         for _ in range(5):
-            started = time.monotonic()
             assert session.post("/v1/completions", json={"prompt": [3], "max_tokens": 3}).status_code == 200
-            assert time.monotonic() - started < 2
-        eventually(lambda: server.state.counts.in_flight == 0)
-        sleeper.close()
-        eventually(lambda: idle(server))
+        eventually(lambda: server.state.counts.in_flight == 1)      # a client sees its answer's end before it is counted
+        assert server.state.counts.disconnects == 0
+
+
+def test_a_reader_that_stops_reading_is_dropped():
+    with background(hash_model(**LONG), Limits(write_seconds=0.5)) as server, sleeping_reader(server):
+        eventually(lambda: server.state.counts.disconnects == 1 and idle(server))
+        assert not connections(server)
 
 
 def test_a_shutdown_lets_running_answers_finish():
-    model = scripted_model(lambda prompt: "word " * 25, delay=0.01)
-    with background(model) as server, httpx.Client(base_url=server.url, timeout=30) as session:
+    model = scripted_model(lambda prompt: "word " * 25)
+    with background(model, Limits(drain_seconds=DEADLINE)) as server, gate_of(model).held(10) as gate, \
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
         results = []
         threads = [threading.Thread(target=lambda: results.append(
             read_chunks(session.post("/v1/chat/completions", json=body_of(stream=True))))) for _ in range(3)]
         for thread in threads:
             thread.start()
-        eventually(lambda: server.state.counts.in_flight == 3)
+        eventually(lambda: server.state.counts.in_flight == 3 and gate.holds)
         server.stop()
+        eventually(lambda: server.state.draining)
+        gate.allow(None)
         for thread in threads:
-            thread.join(20)
+            thread.join(DEADLINE)
     assert [chunks[-1]["choices"][0]["finish_reason"] for chunks in results] == ["stop"] * 3
     with pytest.raises(httpx.ConnectError):
         httpx.get(server.url)
@@ -224,22 +277,23 @@ def test_a_shutdown_lets_running_answers_finish():
 
 def test_what_is_left_when_the_drain_ends_is_told_so():
     model = scripted_model(lambda prompt: "word " * 900, **SLOW)
-    with background(model, Limits(drain_seconds=0.5)) as server, httpx.Client(base_url=server.url, timeout=30) as session:
-        results = []
-        thread = threading.Thread(target=lambda: results.append(
-            read_chunks(session.post("/v1/chat/completions", json=body_of(stream=True)))))
-        thread.start()
-        eventually(lambda: model.engine.metrics.output_tokens > 3)
-        server.stop()
-        thread.join(20)
-    assert results[0][-1]["error"] == {"message": "the server is shutting down: try again later", "type": "server_error",
-                                       "param": None, "code": "unavailable"}
+    with background(model, Limits(drain_seconds=0.5)) as server, \
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
+        with session.stream("POST", "/v1/chat/completions", json=body_of(stream=True)) as response:
+            lines = (line for line in response.iter_lines() if line)
+            assert "choices" in next(lines)
+            server.stop()
+            *_, last, done = lines
+    assert done == "data: [DONE]"
+    assert json.loads(last.removeprefix("data: "))["error"] == {
+        "message": "the server is shutting down: try again later", "type": "server_error", "param": None,
+        "code": "unavailable"}
     assert not model.engine.healthy
 
 
 def test_a_failing_model_is_an_error_and_the_server_goes_on():
     model = hash_model()
-    with background(model) as server, httpx.Client(base_url=server.url, timeout=30) as session:
+    with background(model) as server, httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
         runner = model.engine._engine.runner
         for stream in (False, True):
             runner.fail_next = RuntimeError("no more memory")
@@ -255,27 +309,30 @@ def test_a_failing_model_is_an_error_and_the_server_goes_on():
 
 def test_a_long_wait_for_the_first_token_sends_comments(monkeypatch):
     """So that no proxy gives up; clients skip comments."""
-    from relaxpack.runtime.server import stream
-
     monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.05)
-    model = hash_model(delay=0.2)
-    with background(model) as server, httpx.Client(base_url=server.url, timeout=30) as session:
-        body = {"prompt": [1, 2], "max_tokens": 3, "stream": True, "temperature": 0}
-        events = session.post("/v1/completions", json=body).text.split("\n\n")
-        assert events.count(": waiting") >= 2 and events[-2] == "data: [DONE]"
-        assert [json.loads(e[6:])["choices"][0]["index"] for e in events if e.startswith("data: {")]
+    model = hash_model()
+    with background(model) as server, httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
+        def after_two_comments():
+            """The lines that come once the model goes on."""
+            body = {"prompt": [1, 2], "max_tokens": 3, "stream": True, "temperature": 0}
+            with gate_of(model).held(0) as gate, session.stream("POST", "/v1/completions", json=body) as response:
+                lines = (line for line in response.iter_lines() if line)
+                assert [next(lines), next(lines)] == [": waiting"] * 2
+                gate.allow(None)
+                return [line for line in lines if line != ": waiting"]
+        *events, done = after_two_comments()
+        assert done == "data: [DONE]" and all(json.loads(e.removeprefix("data: "))["choices"] for e in events) and events
         # A failure after the headers went out is an event, as the status can no longer say it.
-        runner = model.engine._engine.runner
-        runner.fail_next = RuntimeError("no more memory")
-        events = session.post("/v1/completions", json=body).text.split("\n\n")
-        assert events[0] == ": waiting" and events[-2] == "data: [DONE]"
-        assert "no more memory" in json.loads(events[-3][6:])["error"]["message"]
+        model.engine._engine.runner.fail_next = RuntimeError("no more memory")
+        event, done = after_two_comments()
+        assert done == "data: [DONE]"
+        assert "no more memory" in json.loads(event.removeprefix("data: "))["error"]["message"]
 
 
 def test_a_bug_of_ours_shows_no_stack_trace(monkeypatch, caplog):
     model = scripted_model(last_question)
     monkeypatch.setattr(model.template, "encode", lambda *a, **k: 1 / 0)
-    with background(model) as server, httpx.Client(base_url=server.url, timeout=30) as session:
+    with background(model) as server, httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
         monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
         error = error_of(session.post("/v1/chat/completions", json=body_of()), 500)
         assert error["code"] == "internal_error" and "division" not in error["message"]

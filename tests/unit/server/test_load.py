@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 
 import httpx
 
 from relaxpack.runtime.server.serve import background
-from tests.helpers.server import hash_model
+from tests.helpers.server import gate_of, hash_model
+from tests.helpers.waiting import DEADLINE, eventually
 
 
 def requests(count, rng):
@@ -40,17 +42,23 @@ async def ask(client, body, gate):
 
 async def all_of(url, bodies, at_once):
     limits = httpx.Limits(max_connections=at_once)
-    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE, limits=limits) as client:
         gate = asyncio.Semaphore(at_once)
         return await asyncio.gather(*(ask(client, body, gate) for body in bodies))
 
 
 def test_fifty_streams_at_once_equal_one_after_the_other():
     bodies = list(requests(200, random.Random(3)))
-    # Pages for a few sequences, so that eviction and preemption never stop, and steps slow enough for a crowd to gather.
-    model = hash_model(page_size=4, num_pages=64, max_batch=16, delay=0.003)
-    with background(model) as server:
+    # Pages for a few sequences, so that eviction and preemption never stop, and no step before a crowd has gathered.
+    model = hash_model(page_size=4, num_pages=64, max_batch=16, delay=0.001)
+    with background(model) as server, gate_of(model).held(0) as gate:
+        def open_for_a_crowd():
+            eventually(lambda: server.state.counts.in_flight == 50)
+            gate.allow(None)
+        opener = threading.Thread(target=open_for_a_crowd)
+        opener.start()
         crowd = asyncio.run(all_of(server.url, bodies, 50))
+        opener.join()
         metrics = model.engine.metrics
         assert metrics.preemptions > 0 and metrics.evictions > 0
         assert metrics.pages_held == 0 and metrics.pages_free + metrics.pages_cached == metrics.pages_total
@@ -70,16 +78,12 @@ def test_disconnects_in_a_crowd_leave_nothing_behind(caplog):
                     return
 
     async def main(url):
-        async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=30)) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE, limits=httpx.Limits(max_connections=30)) as client:
             await asyncio.gather(*(leave_early(client, {**body, "max_tokens": 60}) for body in requests(120, rng)))
     with background(model) as server:
         asyncio.run(main(server.url))
         metrics = model.engine.metrics
-        for _ in range(200):
-            if metrics.pages_held == 0 and server.state.counts.in_flight == 0:
-                break
-            asyncio.run(asyncio.sleep(0.02))
-        assert metrics.pages_held == 0 and metrics.running == 0 and metrics.waiting == 0
-        assert server.state.counts.in_flight == 0 and metrics.finished["abort"] > 20
+        eventually(lambda: metrics.pages_held == 0 and server.state.counts.in_flight == 0)
+        assert metrics.running == 0 and metrics.waiting == 0 and metrics.finished["abort"] > 20
         assert "socket.send" not in caplog.text      # asyncio complains where one goes on writing to a client that left
-        model.engine.call(lambda engine: engine.scheduler.check()).result(10)
+        model.engine.call(lambda engine: engine.scheduler.check()).result(DEADLINE)

@@ -9,6 +9,7 @@ import pytest
 
 from relaxpack.runtime.server.serve import background
 from tests.helpers.server import last_question, scripted_model
+from tests.helpers.waiting import DEADLINE
 from tests.unit.server.conftest import Chat
 
 WEATHER = {"type": "function", "function": {
@@ -32,7 +33,7 @@ def answer(prompt: str) -> str:
 def chat():
     # The name that Hugging Face's client gives every model of a server.
     with background(scripted_model(answer, tools=True, grammar=True, name="dummy")) as server, \
-            httpx.Client(base_url=server.url, timeout=60) as session:
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
         yield Chat(session)
 
 
@@ -178,7 +179,7 @@ def test_the_openai_client_calls_tools(chat):
 
 def test_the_hugging_face_client_calls_tools(chat):
     hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed (group test)")
-    client = hub.InferenceClient(base_url=f"{str(chat.session.base_url).rstrip('/')}/v1", api_key="x", timeout=60)
+    client = hub.InferenceClient(base_url=f"{str(chat.session.base_url).rstrip('/')}/v1", api_key="x", timeout=DEADLINE)
     [call] = client.chat_completion(QUESTION, tools=[WEATHER]).choices[0].message.tool_calls
     assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Žilina"}
     parts = [part for chunk in client.chat_completion(QUESTION, tools=[WEATHER], stream=True)
