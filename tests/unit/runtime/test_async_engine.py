@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import threading
-import time
 
 import pytest
 
@@ -14,6 +13,7 @@ from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.tokenizer import TextInfo, Tokenizer
 from tests.helpers.fakes import FakeRunner
 from tests.helpers.text import byte_level_json
+from tests.helpers.waiting import DEADLINE, eventually
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -46,7 +46,7 @@ def test_threads_share_one_engine():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=DEADLINE)
     assert len(results) == 100
     for (number, turn), piece in results.items():
         assert piece.token_ids == runner.reference_greedy([number, turn, 3], 12) and piece.finish_reason == "length"
@@ -118,19 +118,21 @@ def test_bad_requests_raise_where_they_are_made():
 
 
 def test_cancel_gives_pages_back_within_two_steps():
-    runner = FakeRunner(delay=0.002)
+    runner = FakeRunner()
     engine = Engine(runner)
-    with AsyncEngine(engine) as shared:
+    with AsyncEngine(engine) as shared, runner.gate.held(4) as gate:
         with shared.submit([1, 2, 3], SamplingParams(temperature=0.0)) as stream:
-            next(stream)
+            eventually(lambda: gate.holds)
             before = engine.metrics.steps
+        gate.allow(2)
         rest = list(stream)
-        assert rest[-1].finish_reason == "abort" and engine.metrics.steps <= before + 3
-        assert shared.call(lambda e: e.scheduler.pool.num_held).result(5) == 0
+        assert rest[-1].finish_reason == "abort" and engine.metrics.steps <= before + 2
+        assert shared.call(lambda e: e.scheduler.pool.num_held).result(DEADLINE) == 0
 
 
 def test_abandoned_async_readers_are_cancelled():
-    engine = Engine(FakeRunner(delay=0.001, num_pages=200))
+    runner = FakeRunner(num_pages=200)
+    engine = Engine(runner)
 
     async def client(shared, i):
         async with shared.submit([i, 2], SamplingParams(temperature=0.0)) as stream:
@@ -139,11 +141,12 @@ def test_abandoned_async_readers_are_cancelled():
 
     async def main():
         with AsyncEngine(engine) as shared:
-            tasks = [asyncio.create_task(client(shared, i)) for i in range(20)]
-            await asyncio.sleep(0.05)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            with runner.gate.held(30) as gate:      # in the middle of the answers
+                tasks = [asyncio.create_task(client(shared, i)) for i in range(20)]
+                await asyncio.to_thread(eventually, lambda: gate.holds)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
             assert await asyncio.wrap_future(shared.call(lambda e: e.scheduler.pool.num_held)) == 0
 
     asyncio.run(main())
@@ -161,20 +164,21 @@ def test_a_failing_step_reaches_its_readers_and_the_engine_goes_on():
 
 
 def test_a_bug_in_the_loop_ends_every_stream(monkeypatch):
-    runner = FakeRunner(delay=0.001)
+    runner = FakeRunner()
     engine = Engine(runner)
     shared = AsyncEngine(engine)
-    streams = [shared.submit([i, 2], SamplingParams(temperature=0.0), request_id=f"r{i}") for i in range(12)]
-    next(streams[0])
 
     def broken():
         raise ValueError("planted")
 
-    monkeypatch.setattr(engine.scheduler, "plan", broken)
+    with runner.gate.held(5) as gate:
+        streams = [shared.submit([i, 2], SamplingParams(temperature=0.0), request_id=f"r{i}") for i in range(12)]
+        eventually(lambda: gate.holds)
+        monkeypatch.setattr(engine.scheduler, "plan", broken)
     for stream in streams:
         last = list(stream)[-1]
         assert last.finish_reason == "error" and "planted" in last.error
-    shared._thread.join(5)
+    shared._thread.join(DEADLINE)
     assert not shared.healthy
     with pytest.raises(EngineClosed, match="planted"):
         shared.submit([1], GREEDY)
@@ -186,7 +190,7 @@ def test_close_drains_what_runs_and_refuses_the_rest():
     engine = Engine(runner)
     shared = AsyncEngine(engine)
     streams = [shared.submit([i], GREEDY) for i in range(10)]
-    shared.close(drain_seconds=30)
+    shared.close(drain_seconds=DEADLINE)
     assert [s.collect()[0].finish_reason for s in streams] == ["length"] * 10
     with pytest.raises(EngineClosed, match="shutting down"):
         shared.submit([1], GREEDY)
@@ -194,13 +198,19 @@ def test_close_drains_what_runs_and_refuses_the_rest():
 
 
 def test_close_without_draining_aborts_at_once():
-    engine = Engine(FakeRunner(delay=0.002, max_context=4000, num_pages=1200))
+    runner = FakeRunner(max_context=4000, num_pages=1200)
+    engine = Engine(runner)
     shared = AsyncEngine(engine)
-    streams = [shared.submit([i], SamplingParams(temperature=0.0)) for i in range(12)]
-    next(streams[0])
-    started = time.monotonic()
-    shared.close()
-    assert time.monotonic() - started < 1
+    with runner.gate.held(5) as gate:
+        streams = [shared.submit([i], SamplingParams(temperature=0.0)) for i in range(12)]
+        eventually(lambda: gate.holds)
+        closing = threading.Thread(target=shared.close)
+        closing.start()
+        eventually(lambda: not shared.healthy)
+        steps = engine.metrics.steps
+        gate.allow(2)
+        closing.join(DEADLINE)
+        assert not closing.is_alive() and engine.metrics.steps <= steps + 2
     assert [s.collect()[0].finish_reason for s in streams] == ["abort"] * 12
     assert all_pages_back(engine)
 
@@ -222,5 +232,5 @@ def test_no_request_is_kept_after_its_end():
     with AsyncEngine(Engine(FakeRunner())) as shared:
         for i in range(30):
             shared.submit([i], GREEDY).collect()
-        assert shared.call(lambda e: (len(shared._streams), len(e._requests))).result(5) == (0, 0)
+        assert shared.call(lambda e: (len(shared._streams), len(e._requests))).result(DEADLINE) == (0, 0)
         gc.collect()
