@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -400,7 +401,7 @@ def _record_canaries(writer: BundleWriter, home: _Built, info: ModelInfo, checkp
                                          if (ids := encode.encode(text, add_special_tokens=False).ids)}
     parameters = writer.open_params(home.entry)
     own = dataclasses.replace(info, activation_dtype=home.plan.activation_dtype, kv_dtype=home.plan.kv_dtype)
-    runner = make_runner(home.library, home.entry, own, (parameters[name] for name in home.entry.param_order))
+    runner = make_runner(home.library, home.entry, own, [parameters[name] for name in home.entry.param_order])
     formats = {fmt.name for fmt in home.plan.formats.values()}
     return record(runner, prompts, tolerance(formats, home.plan.activation_dtype))
 
@@ -410,8 +411,25 @@ def _target_entry(plan: TargetPlan, lowered: Lowered, stem: str, shared: dict[st
     return TargetEntry(
         plan.spec, f"lib/{plan.spec.file_stem}.so", stem, tuple(p.name for p in lowered.parameters),
         lowered.functions, lowered.bounds, lowered.buckets,
-        {"arena_bytes": lowered.arena_bytes(), "weight_bytes": _parameter_bytes(lowered)}, lowered.kernel_counts(),
+        {"arena_bytes": lowered.arena_bytes(), "weight_bytes": _parameter_bytes(lowered), **_storages(lowered)},
+        lowered.kernel_counts(),
         activation_dtype=plan.activation_dtype, kv_dtype=plan.kv_dtype, shared_params=shared, explain=explain)
+
+
+def _storages(lowered: Lowered) -> dict[str, Any]:
+    """Of a target with graphs: bytes of each storage that all graphs share, and what the functions without graphs take in
+    all. Memory that one of these gives back serves the next one's storages of the same size."""
+    plans = lowered.explanation["memory_plan"].values()
+    captured = [sorted(plan["storages"], reverse=True) for plan in plans if plan.get("captured")]
+    if not captured:
+        return {}
+    arena = [max(rank) for rank in zip_longest(*captured, fillvalue=0)]
+    eager: Counter[int] = Counter()
+    for plan in plans:
+        if not plan.get("captured"):
+            eager |= Counter(plan["storages"])
+    results = sum(plan.get("result_bytes", 0) for plan in plans if not plan.get("captured"))
+    return {"arena_storages": arena, "eager_bytes": sum(eager.elements()) + results}
 
 
 def _manifest(checkpoint: Checkpoint, info: ModelInfo, built: Sequence[_Built], options: BuildOptions) -> Manifest:

@@ -75,9 +75,9 @@ def _copy(destination: int, source: int, size: int, kind: int, what: str) -> Non
                                      kind, ctypes.c_void_p(0)), what)
 
 
-def upload(tensor: Any, pinned: PinnedArray, size: int) -> None:
-    """Start copying the first `size` bytes of pinned memory to a device tensor."""
-    _copy(tensor.data_ptr(), pinned.pointer, size, _TO_DEVICE, "copying to the device")
+def upload(tensor: Any, pinned: PinnedArray, size: int, offset: int = 0) -> None:
+    """Start copying the first `size` bytes of pinned memory to a device tensor, to byte `offset` of it on."""
+    _copy(tensor.data_ptr() + offset, pinned.pointer, size, _TO_DEVICE, "copying to the device")
 
 
 def download(pinned: PinnedArray, tensor: Any, size: int, offset: int = 0) -> None:

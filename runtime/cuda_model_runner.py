@@ -9,8 +9,11 @@ above the largest bucket run the symbolic function eagerly and are counted.
 from __future__ import annotations
 
 import bisect
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -70,12 +73,13 @@ class _Staging:
 
 class CudaModelRunner:
     """A `runtime.step_plan.ModelRunner` over device memory. `buckets`: function → ascending sizes that have a captured
-    function; `arena_bytes`: what the plan says intermediates take; `functions`: what the library exports. Pages get what
-    is left of the device."""
+    function; `memory`: the manifest's plan of intermediates; `functions`: what the library exports; `weight_sizes`: bytes
+    of each parameter; `free_before`: what the device had before the weights. Pages get what is left of it."""
 
     def __init__(self, library: Library, info: ModelInfo, device: Any, buckets: Mapping[str, Sequence[int]],
-                 num_pages: int | None = None, arena_bytes: int = 0,
-                 functions: Collection[str] = ("prefill", "decode")) -> None:
+                 num_pages: int | None = None, memory: Mapping[str, Any] = MappingProxyType({}),
+                 functions: Collection[str] = ("prefill", "decode"), *, weight_sizes: Sequence[int] = (),
+                 free_before: int | None = None) -> None:
         self.info, self.device = info, device
         self.page_size, self.max_batch = info.page_size, info.max_batch
         self.prefill_chunk, self.max_context = info.prefill_chunk, info.max_context
