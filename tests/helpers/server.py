@@ -12,7 +12,7 @@ from relaxpack.runtime.engine import Engine
 from relaxpack.runtime.server.model import ServedModel
 from relaxpack.runtime.structured import GrammarCompiler
 from relaxpack.runtime.tokenizer import Tokenizer
-from tests.helpers.fakes import FakeRunner
+from tests.helpers.embedding_fake import EmbeddingFake
 from tests.helpers.text import ScriptedRunner, answering, chatml
 from tests.helpers.waiting import Gate
 
@@ -65,8 +65,8 @@ def scripted_model(answer: Callable[[str], str], *, delay: float = 0.0, max_cont
 
 
 def hash_model(**runner: Any) -> ServedModel:
-    """A FakeRunner: its output depends on every token before it, and on every page being right."""
+    """A FakeRunner: its output depends on every token before it, and on every page being right. It also embeds."""
     tokenizer = shared_tokenizer()
     options = {"num_pages": 200, "max_context": 256, **runner}
-    fake = FakeRunner(vocab_size=tokenizer.vocab_size, **options)
+    fake = EmbeddingFake(vocab_size=tokenizer.vocab_size, **options)
     return ServedModel(AsyncEngine(Engine(fake), tokenizer), tokenizer, ["hash"])

@@ -28,6 +28,8 @@ GOOD = {
         "logit_bias": {"3": 1}, "seed": 1, "response_format": {"type": "text"}, "user": "me"},
     "/v1/completions": {"prompt": [[1, 2], [3]], "max_tokens": 2, "echo": True, "logprobs": 1, "stop": "a", "n": 1,
                         "stream_options": None},
+    "/v1/embeddings": {"input": ["some text", "more"], "encoding_format": "base64", "dimensions": 4, "pooling": "mean",
+                       "normalize": True, "user": "me"},
     "/tokenize": {"prompt": "some text"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
@@ -93,7 +95,7 @@ def test_a_thousand_malformed_bodies(session, seed):
     b"", b"null", b"[]", b"3", b'"x"', b"{", b"\xff\xfe", b"\x00" * 50, b"[" * 50_000, b'{"a":' * 20_000, b"{}{}",
     b"1" * 6000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"messages": "hi"}', b"a=b&c=d",
     b'{"prompt": NaN}', b'{"messages": [], "messages": []}', b"\xef\xbb\xbf{}"])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"])
 def test_what_is_no_request_at_all(session, raw, path):
     error = error_of(session.post(path, content=raw, headers=JSON))
     assert error["type"] == "invalid_request_error" and error["message"]
@@ -115,8 +117,9 @@ def described():
 
 @pytest.mark.filterwarnings("ignore")       # of schemathesis' own dependencies
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
-@pytest.mark.parametrize("label", ["POST /v1/chat/completions", "POST /v1/completions", "POST /tokenize", "POST /detokenize",
-                                   "GET /v1/models", "GET /v1/models/{name}", "GET /health", "GET /metrics"])
+@pytest.mark.parametrize("label", [
+    "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/embeddings", "POST /tokenize", "POST /detokenize",
+    "GET /v1/models", "GET /v1/models/{name}", "GET /health", "GET /metrics"])
 def test_our_openapi_description_holds(described, label, mode):
     """schemathesis makes requests from /openapi.json, right and wrong ones, and checks every answer against it."""
     operation = described[label]
