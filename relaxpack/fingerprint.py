@@ -48,6 +48,13 @@ def difference(here: Facts, there: Facts) -> str:
                      for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name))
 
 
+def other_compiler(facts: Facts) -> str:
+    """How a record's compiler visibly differs from the one here, or "". Cheap: it asks neither TVM nor nvcc, so what it
+    does not see (LLVM, CUDA) is left to the comparison of whole fingerprints."""
+    own: dict[str, str | int] = {"apache-tvm": importlib.metadata.version("apache-tvm"), "kernels": KERNELS_GENERATION}
+    return difference(own, {name: fact for name, fact in facts.items() if name in own})
+
+
 def described(facts: Facts) -> str:
     """One short line for people: "cpu:znver5, 2 threads"."""
     name = f"{facts.get('kind', '')}:{facts.get('arch', '')}".strip(":")

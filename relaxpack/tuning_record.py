@@ -40,6 +40,7 @@ RECORD_VERSION = 1
 TARGET_FACTS = {"cpu": ("arch", "features", "threads"), "cuda": ("arch", "sm_count", "l2_bytes", "memory_gib")}
 COMPILER_FACTS = ("apache-tvm", "kernels")
 CONDITIONS = ("repeats", "rotated_bytes")
+_MOST_ROWS, _LARGEST = 1 << 31, 1e300
 _CHOICES = {"trace": ("trace",), "parameters": ("parameters",), "library": ("library", "parameters")}
 
 
@@ -74,7 +75,7 @@ class Workload:
         _require(self.kind in ("kernel", "primfunc"), f'workload.kind is {self.kind!r}, not "kernel" or "primfunc"')
         for name in ("name", "hash", "text"):
             value = getattr(self, name)
-            _require(isinstance(value, str) and value != "", f"workload.{name} is {_shown(value)}, not a text")
+            _require(_is_text(value) and value != "", f"workload.{name} is {_shown(value)}, not a text")
         if self.kind == "kernel":
             made = hashlib.sha256(self.text.encode()).hexdigest()
             _require(made == self.hash, f"workload.hash {self.hash[:16]} is not the SHA-256 of workload.text ({made[:16]})")
@@ -120,7 +121,7 @@ class Origin:
     def __post_init__(self) -> None:
         for name in ("created", "host", "tool"):
             value = getattr(self, name)
-            _require(isinstance(value, str), f"origin.{name} is {_shown(value)}, not a text")
+            _require(_is_text(value), f"origin.{name} is {_shown(value)}, not a text")
         _require(_is_int(self.trials) and self.trials >= 0, f"origin.trials is {_shown(self.trials)}, not a count")
         _require(self.parent is None or isinstance(self.parent, str), f"origin.parent is {_shown(self.parent)}, not an id")
 
@@ -157,7 +158,7 @@ class TuningRecord:
             value = getattr(self, name)
             _require(isinstance(value, kind) or (name == "check" and value is None and self.status != "good"),
                      f"{name} of a {self.status} record is {_shown(value)}, not a {kind.__name__}")
-        _require(self.bucket is None or (_is_int(self.bucket) and self.bucket > 0),
+        _require(self.bucket is None or (_is_int(self.bucket) and 0 < self.bucket <= _MOST_ROWS),
                  f"bucket is {_shown(self.bucket)}, not a number of rows")
         put("target", _facts(self.target, "target"))
         wanted = TARGET_FACTS.get(str(self.target.get("kind")))
@@ -175,7 +176,7 @@ class TuningRecord:
         if self.baseline_us is not None:
             put("baseline_us", _number(self.baseline_us, "baseline_us", positive=True))
         _require(self.status in STATUSES, f"status is {_shown(self.status)}, not one of {', '.join(STATUSES)}")
-        _require(isinstance(self.reason, str), f"reason is {_shown(self.reason)}, not a text")
+        _require(_is_text(self.reason), f"reason is {_shown(self.reason)}, not a text")
         _require(self.status != "good" or not self.reason, f"a good record has a reason: {_shown(self.reason)}")
 
     def __hash__(self) -> int:
@@ -246,6 +247,13 @@ class TuningRecord:
         return record
 
 
+class Damaged(NamedTuple):
+    """Something that should have been a record."""
+
+    where: str       # its id, or file and line
+    problem: str
+
+
 class Verdict(NamedTuple):
     """What verifying a record found. "good" with `renewed` None: it is as it says. "stale" or "failed": how to mark it
     and why. `renewed` is a record to add, made with `remeasured`: of this compiler, or with the time measured now."""
@@ -276,8 +284,19 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_text(value: Any) -> bool:
+    """A text that every database can store: no NUL, no half of a surrogate pair."""
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _number(value: Any, what: str, positive: bool = False) -> float:
-    good = (isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    good = (isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
             and (value > 0 if positive else value >= 0))
     _require(good, f"{what} is {_shown(value)}, not a {'positive ' if positive else ''}finite number"
                    f"{'' if positive else ' of at least 0'}")

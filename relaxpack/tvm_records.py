@@ -16,21 +16,16 @@ from typing import Any, NamedTuple
 
 from relaxpack.errors import DamagedRecordError, TuningError
 from relaxpack.fingerprint import described
-from relaxpack.tuning_record import Facts, Origin, TuningRecord, Workload
+from relaxpack.tuning_record import Damaged, Facts, Origin, TuningRecord, Workload
 
 WORKLOADS, RECORDS = "database_workload.json", "database_tuning_record.json"
 IMPORTED = "imported from TVM's JSON, which has no numeric check and no compiler version; `relaxpack db verify` measures it"
 _FAILED_SECONDS = 1e9    # MetaSchedule writes 1e10 for a candidate that did not run
 
 
-class Problem(NamedTuple):
-    where: str
-    problem: str
-
-
 class Imported(NamedTuple):
     records: list[TuningRecord]
-    problems: list[Problem]
+    damaged: list[Damaged]
 
 
 def primfunc_workload(func: Any, name: str) -> Workload:
@@ -95,7 +90,7 @@ def import_tvm(folder: Path, target: Facts, compiler: Facts, bucket: int | None 
     paths = [folder / name for name in (WORKLOADS, RECORDS)]
     if missing := [str(path) for path in paths if not path.is_file()]:
         raise TuningError(f"no {' and no '.join(missing)}: a database of TVM is a folder with {WORKLOADS} and {RECORDS}")
-    problems: list[Problem] = []
+    damaged: list[Damaged] = []
     workloads: dict[int, Workload] = {}
     for index, (where, line) in enumerate(_lines(paths[0])):
         try:
@@ -104,7 +99,7 @@ def import_tvm(folder: Path, target: Facts, compiler: Facts, bucket: int | None 
             module = workload_module(workload)
             workloads[index] = Workload("primfunc", _name(module), workload.hash, text)
         except DamagedRecordError as error:
-            problems.append(Problem(where, str(error)))
+            damaged.append(Damaged(where, str(error)))
     origin = Origin("unknown", "unknown", "TVM JSON", 0)   # so that importing again, anywhere, gives the same records
     records = {}
     for where, line in _lines(paths[1]):
@@ -121,11 +116,11 @@ def import_tvm(folder: Path, target: Facts, compiler: Facts, bucket: int | None 
                 {"repeats": len(times), "rotated_bytes": None}, None, origin, status="stale", reason=IMPORTED)
             records[record.id] = record
         except DamagedRecordError as error:
-            problems.append(Problem(where, str(error)))
-    return Imported(list(records.values()), problems)
+            damaged.append(Damaged(where, str(error)))
+    return Imported(list(records.values()), damaged)
 
 
-def export_tvm(records: Iterable[TuningRecord], folder: Path) -> tuple[int, list[Problem]]:
+def export_tvm(records: Iterable[TuningRecord], folder: Path) -> tuple[int, list[Damaged]]:
     """Write good records with a trace as TVM's two files, replacing those in `folder`. TVM looks them up whatever the
     target is, so they must be of one target. Returns how many, and those that TVM has no form for."""
     tvm = _tvm()
@@ -139,7 +134,7 @@ def export_tvm(records: Iterable[TuningRecord], folder: Path) -> tuple[int, list
                 raise DamagedRecordError(f"it is {record.status}: {record.reason}")
             chosen.append((record, scheduled(record)))
         except DamagedRecordError as error:
-            left.append(Problem(record.id, str(error)))
+            left.append(Damaged(record.id, str(error)))
     if len(targets := {record.key.target for record, _ in chosen}) > 1:
         raise TuningError(f"records of {len(targets)} targets cannot share one database of TVM, whose look-up ignores the "
                           "target; name one with --target")

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from relaxpack.dist.tuning.merge import union
 from relaxpack.dist.tuning.place import Place
 from relaxpack.dist.tuning.records_file import decode, encode, file_name
-from relaxpack.dist.tuning.store import Damaged
 from relaxpack.errors import DatabaseError
-from relaxpack.tuning_record import TuningRecord, joined
+from relaxpack.tuning_record import Damaged, TuningRecord, joined
 
 
 @dataclass

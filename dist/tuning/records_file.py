@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 from relaxpack.dist.integrity import parse_json
 from relaxpack.dist.tuning.merge import union
-from relaxpack.dist.tuning.store import Damaged
 from relaxpack.errors import DamagedMemberError, DamagedRecordError, DatabaseError, NewerDatabaseError
-from relaxpack.tuning_record import TuningRecord, canonical, digest
+from relaxpack.tuning_record import Damaged, TuningRecord, canonical, digest
 
 FORMAT, VERSION = "relaxpack tuning records", 1
 SUFFIX = ".jsonl"

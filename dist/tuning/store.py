@@ -24,7 +24,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from relaxpack.dist.tuning import schema
 from relaxpack.dist.tuning.engine import Forkable, clear_errors, connect, shown
 from relaxpack.errors import DamagedRecordError, DatabaseError
-from relaxpack.tuning_record import STATUSES, RecordKey, Status, TuningRecord, canonical, digest
+from relaxpack.tuning_record import STATUSES, Damaged, RecordKey, Status, TuningRecord, canonical, digest
 
 log = logging.getLogger(__name__)
 _BATCH = 500
@@ -42,11 +42,6 @@ class Query(NamedTuple):
 
 
 ANY = Query()
-
-
-class Damaged(NamedTuple):
-    where: str       # the record's id, or file and line
-    problem: str
 
 
 class RecordSource(Protocol):
@@ -114,7 +109,8 @@ class RecordStore:
                 new = connection.execute(insert(schema.records).values(
                     id=record.id, workload_digest=name, workload_hash=key.workload, bucket=key.bucket,
                     target_hash=key.target, compiler_hash=key.compiler, status=record.status, reason=record.reason,
-                    content=canonical(content)).on_conflict_do_nothing()).rowcount
+                    content=canonical(content)).on_conflict_do_nothing(),
+                    execution_options={"preserve_rowcount": True}).rowcount
                 changed += new or self._raise_status(connection, record.id, record.status, record.reason)
         return changed
 
