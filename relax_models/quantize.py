@@ -1,6 +1,6 @@
-"""Quantises float weights `[N, K]` into the canonical form: what `--weights q4` (q4_1) and `--weights q8` (q8_0) do.
+"""Quantises float weights `[N, K]` into the canonical form: what `--weights q4` (q4_1), `q8` (q8_0) and `fp8` do.
 
-Round to nearest within groups along K, scales rounded to float16 before the codes are chosen, so that the codes fit
+Round to nearest within groups along K, scales rounded to their dtype before the codes are chosen, so that the codes fit
 the numbers the kernel will really use. Checkpoints that are quantised already never come through here.
 """
 
@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 from relaxpack.errors import CompileError
-from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
+from relaxpack.weight_format import E4M3_LARGEST, FORMATS, QuantizedTensor, WeightFormat
 
 # What the command line's names mean.
-WEIGHT_CHOICES = {"q4": FORMATS["q4_1"], "q8": FORMATS["q8_0"]}
+WEIGHT_CHOICES = {"q4": FORMATS["q4_1"], "q8": FORMATS["q8_0"], "fp8": FORMATS["fp8"]}
 
 _CHUNK = 1 << 22  # weights converted at a time: bounds the float32 temporaries
 
 
 def quantize(array: np.ndarray, format: WeightFormat) -> QuantizedTensor:
-    """`array`: any float dtype, `[N, K]` with K a multiple of the group size; q4_0, q4_1 or q8_0."""
+    """`array`: any float dtype, `[N, K]` with K a multiple of the group size; q4_0, q4_1, q8_0, fp8 or fp8_block."""
+    if format.e4m3:
+        return _quantize_e4m3(array, format)
     if format.name not in _GROUP_CODERS:
-        raise CompileError(f"cannot quantise to {format.name}; possible: {', '.join(_GROUP_CODERS)}")
+        raise CompileError(f"cannot quantise to {format.name}; possible: {', '.join([*_GROUP_CODERS, 'fp8', 'fp8_block'])}")
     if array.ndim != 2 or array.shape[1] % format.group_size:
         raise CompileError(f"cannot quantise a weight of shape {list(array.shape)} to {format.name}: it needs two "
                            f"dimensions and a multiple of {format.group_size} columns; build with --weights f16")
@@ -96,6 +99,36 @@ def _code_q4_1(x: np.ndarray, scale: np.ndarray, minimum: np.ndarray) -> tuple[n
 
 def _squared_error(x: np.ndarray, codes: np.ndarray, scale: np.ndarray, minimum: np.ndarray) -> np.ndarray:
     return np.square(codes * scale[:, None] + minimum[:, None] - x).sum(axis=1)
+
+
+def to_e4m3(x: np.ndarray) -> np.ndarray:
+    """uint8 codes of the nearest e4m3 numbers, half to even; what is beyond the largest becomes the largest."""
+    return np.clip(x, -E4M3_LARGEST, E4M3_LARGEST).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+def _quantize_e4m3(array: np.ndarray, format: WeightFormat) -> QuantizedTensor:
+    """The largest value of a group becomes the largest e4m3 number. A group whose scale would be a subnormal float32
+    vanishes."""
+    if array.ndim != 2:
+        raise CompileError(f"cannot quantise a weight of shape {list(array.shape)} to {format.name}: it needs two "
+                           "dimensions")
+    n, k = array.shape
+    size = k if format.groups(k) == 1 else format.group_size
+    codes, scales = np.empty((n, k), np.uint8), np.empty((n, format.groups(k)), np.float32)
+    step = max(1, _CHUNK // max(k, 1))
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        for group in range(scales.shape[1]):
+            columns = slice(group * size, min((group + 1) * size, k))
+            x = array[rows, columns].astype(np.float32)
+            peak = np.abs(x).max(axis=1, initial=0.0)
+            if not np.isfinite(peak).all():
+                raise CompileError(f"cannot quantise to {format.name}: the weight holds {peak[~np.isfinite(peak)][0]}")
+            scale = peak / np.float32(E4M3_LARGEST)
+            scale[scale < np.finfo(np.float32).tiny] = 0
+            scales[rows, group] = scale
+            codes[rows, columns] = to_e4m3(np.divide(x, scale[:, None], out=np.zeros_like(x), where=scale[:, None] != 0))
+    return QuantizedTensor(format, codes, scales)
 
 
 _GROUP_CODERS: dict[str, Callable[[np.ndarray], Coded]] = {"q4_1": _q4_1, "q4_0": _q4_0, "q8_0": _q8_0}

@@ -8,6 +8,10 @@ with `minimum` absent (0) for symmetric formats. The GGUF formats map onto this 
 Q4_0 codes 0..15 with minimum -8*scale; Q4_1 as is; Q4_K and Q5_K have float32 scale and minimum per 32 (super-block
 scale x 6-bit sub-scale is exact in float32); Q5_0, Q6_K and Q8_0 are signed codes without minimum (Q6_K: group 16).
 Source: ggml's documented block layouts. How canonical tensors are laid out for a kernel is the kernel's business.
+
+The fp8 formats hold float8 e4m3fn numbers (`E4M3` is what each code means) and float32 scales: `fp8` has one per row,
+`fp8_block` one per row and 128 columns. A checkpoint's scale per tensor is `fp8` with equal scales, its blocks of 128 x 128
+are `fp8_block` whose rows of one block have equal scales; neither loses anything. The last group of a row may be short.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
+WHOLE_ROW = -1  # group size of formats with one scale a row
+BLOCK = 128     # group size of fp8_block
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,16 @@ class WeightFormat:
 
     @property
     def quantized(self) -> bool:
-        return self.group_size > 0
+        return self.group_size != 0
+
+    @property
+    def e4m3(self) -> bool:
+        """Codes are float8 e4m3fn numbers instead of integers."""
+        return self.name in ("fp8", "fp8_block")
+
+    def groups(self, columns: int) -> int:
+        """Scales of a row of `columns` numbers."""
+        return 1 if self.group_size == WHOLE_ROW else -(-columns // self.group_size)
 
     @property
     def dtype(self) -> str:
@@ -42,6 +58,8 @@ class WeightFormat:
     def bytes_per_weight(self) -> float:
         if not self.quantized:
             return self.bits / 8
+        if self.group_size == WHOLE_ROW:
+            return self.bits / 8  # a scale a row is nothing beside the row
         scale = np.dtype(self.scale_dtype).itemsize
         return self.bits / 8 + scale * (2 if self.minimum == "stored" else 1) / self.group_size
 
@@ -58,15 +76,32 @@ FORMATS: dict[str, WeightFormat] = {f.name: f for f in (
     WeightFormat("q5_k", 8, 32, "float32", "stored", signed=False),
     WeightFormat("q6_k", 8, 16, "float32", "none"),
     WeightFormat("q8_0", 8, 32, "float16", "none"),
+    WeightFormat("fp8", 8, WHOLE_ROW, "float32", "none", signed=False),
+    WeightFormat("fp8_block", 8, BLOCK, "float32", "none", signed=False),
 )}
+
+
+def _e4m3_values() -> np.ndarray:
+    """1 sign, 4 exponent (bias 7) and 3 mantissa bits; no infinities, and only 0x7f and 0xff are NaN."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    values = np.where(code & 128, -size, size).astype(np.float32)
+    values[[0x7F, 0xFF]] = np.nan
+    values.flags.writeable = False
+    return values
+
+
+E4M3 = _e4m3_values()   # float32[256]
+E4M3_LARGEST = 448.0
 
 
 @dataclass(frozen=True)
 class QuantizedTensor:
     """Canonical quantised weight.
 
-    codes: int8 (signed formats) or uint8, `[N, K]`, one code per byte; scales, minimums: `[N, K / group_size]` of
-    `format.scale_dtype`; minimums is None unless `format.minimum == "stored"`.
+    codes: int8 (signed formats) or uint8, `[N, K]`, one code per byte; scales, minimums: `[N, K / group_size]` (rounded up)
+    of `format.scale_dtype`; minimums is None unless `format.minimum == "stored"`.
     """
 
     format: WeightFormat
@@ -81,6 +116,10 @@ class QuantizedTensor:
     def dequantize(self) -> np.ndarray:
         """float32 `[N, K]`: the reference every kernel is tested against."""
         n, k = self.codes.shape
+        if self.format.e4m3:
+            if self.format.group_size == WHOLE_ROW:
+                return E4M3[self.codes] * self.scales
+            return E4M3[self.codes] * np.repeat(self.scales, self.format.group_size, axis=1)[:, :k]
         group = self.codes.reshape(n, -1, self.format.group_size).astype(np.float32)
         scale = self.scales.astype(np.float32)[..., None]
         value = group * scale

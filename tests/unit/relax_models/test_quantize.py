@@ -109,4 +109,4 @@ def test_refusals() -> None:
 
 
 def test_command_line_names() -> None:
-    assert {k: f.name for k, f in WEIGHT_CHOICES.items()} == {"q4": "q4_1", "q8": "q8_0"}
+    assert {k: f.name for k, f in WEIGHT_CHOICES.items()} == {"q4": "q4_1", "q8": "q8_0", "fp8": "fp8"}

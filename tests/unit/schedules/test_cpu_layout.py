@@ -10,7 +10,7 @@ from relaxpack.schedules.kernels.cpu.layout import OFFSETS, bfloat16_bits, pack,
 from relaxpack.weight_format import FORMATS, QuantizedTensor
 
 FLOATS = [name for name, f in FORMATS.items() if not f.quantized]
-QUANTIZED = [name for name, f in FORMATS.items() if f.quantized]
+QUANTIZED = [name for name, f in FORMATS.items() if f.quantized and not f.e4m3]
 
 
 def quantized(name: str, n: int, k: int) -> QuantizedTensor:
