@@ -10,6 +10,7 @@ import importlib.util
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -68,13 +69,13 @@ def server() -> Iterator[str]:
         log = Path(folder, "log")
         with log.open("wb") as output:
             process = subprocess.Popen([installation / "bin" / "postgres", "-D", data, "-p", str(port), "-h", "127.0.0.1",
-                                        "-k", ""], stdout=output, stderr=output, **common)
+                                        "-k", "", "-F"], stdout=output, stderr=output, **common)
         url = f"postgresql://{USER}:{quote(PASSWORD, safe='')}@127.0.0.1:{port}/postgres"
         try:
             _wait(url, process, log)
             yield url
         finally:
-            process.send_signal(2)           # "fast shutdown": disconnect everybody, then stop
+            process.send_signal(signal.SIGQUIT)      # stop at once: nothing of this is read again
             process.wait(_DEADLINE)
 
 
