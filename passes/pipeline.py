@@ -132,9 +132,10 @@ class PassFailure(CompileError):
 
 def run_phases(mod: tvm.IRModule, target: Any, all_phases: list[Phase],
                observe: Callable[[str, tvm.IRModule, float], None] | None = None,
-               observe_pass: Callable[[PassRecord], None] | None = None) -> tvm.IRModule:
+               observe_pass: Callable[[PassRecord, tvm.IRModule], None] | None = None) -> tvm.IRModule:
     """Run the phases under the target. `observe(phase, module, seconds)` sees the module after each phase,
-    `observe_pass` a record of each pass. Raises PassFailure for a bug, CompileError for what the user can change."""
+    `observe_pass` a record of each pass and the module it gave. Raises PassFailure for a bug, CompileError for what the
+    user can change."""
     for name, passes in all_phases:
         begun = time.perf_counter()
         for index, one in enumerate(passes):
@@ -142,7 +143,7 @@ def run_phases(mod: tvm.IRModule, target: Any, all_phases: list[Phase],
             mod = run_pass(mod, target, name, index, one)
             if observe_pass is not None:
                 seconds = time.perf_counter() - start
-                observe_pass(PassRecord(name, str(one.info.name), round(seconds, 4), *sizes(mod)))
+                observe_pass(PassRecord(name, str(one.info.name), round(seconds, 4), *sizes(mod)), mod)
         if observe is not None:
             observe(name, mod, time.perf_counter() - begun)
     return mod

@@ -30,7 +30,8 @@ def explanation(bundle: Bundle, rows: int = 1, context: int = 1024, machine: Mac
     costs = step_costs(steps.get(decode, ()), sources, machine, rows, context)
     kernels = [{**asdict(cost), **_measurement(cost, measured, i)} for i, cost in enumerate(costs)]
     chunk = min(manifest.model_info.prefill_chunk, context)
-    prefill = step_costs(steps.get("prefill", ()), sources, machine, chunk, chunk)
+    prompts = "prefill" if "prefill" in steps else "embed"     # a bundle that only embeds
+    prefill = step_costs(steps.get(prompts, ()), sources, machine, chunk, chunk)
     floor = floor_bytes(steps.get(decode, ()), rows, context)
     return {
         "model": manifest.info_for(entry).to_json(), "target": entry.target.name, "compiler": dict(manifest.compiler),
@@ -38,9 +39,10 @@ def explanation(bundle: Bundle, rows: int = 1, context: int = 1024, machine: Mac
         "machine": asdict(machine), "rows": rows, "context": context,
         "step": {"function": decode, **_totals(costs, measured), "floor_bytes": floor,
                  "bytes_over_floor": sum(c.bytes for c in costs) / floor if floor else None, "kernels": kernels},
-        "prefill": {"function": "prefill", "rows": chunk, **_totals(prefill, ()),
+        "prefill": {"function": prompts, "rows": chunk, **_totals(prefill, ()),
                     "kernels": [asdict(cost) for cost in prefill]},
-        "passes": record.get("passes", []), "disabled": record.get("disabled", []), "phases": record["phases"],
+        "passes": record.get("passes", []), "disabled": record.get("disabled", []),
+        "notes": record.get("notes", []), "phases": record["phases"],
         "schedules": dict(sorted(Counter(k["source"].split(":")[0] for k in record["kernels"]).items())),
         "not_ours": [k for k in record["kernels"] if k["source"] in ("fallback", "dlight")],
         "functions": [{"name": name, **_function(plan, steps.get(name, ()))}

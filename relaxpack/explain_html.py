@@ -5,20 +5,21 @@ Takes the document of `relaxpack.explain`; every text from a bundle is escaped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
 from typing import Any
 
-from relaxpack.cli.explain import by_kernel, changes
-from relaxpack.cli.show import human_bytes, printable
+from relaxpack.cli.explain import by_kernel
+from relaxpack.cli.show import human_bytes
+from relaxpack.explain_passes import passes
+from relaxpack.html_parts import Html, table, text
 
 _OPERATIONS = ("linear", "attention", "rope_append", "add_rms_norm", "rms_norm", "embedding", "sample", "other")
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fbfbfa;--card:#fff;--ink:#1d1f23;--soft:#5d626b;--line:#e2e3e6;
---accent:#2f5fc4;--on:#fff;
+--accent:#2f5fc4;--on:#fff;--add:#e3f4ea;--del:#fbe7e4;
 --c0:#3b6fd4;--c1:#d9822b;--c2:#2f9e77;--c3:#9a5fc0;--c4:#c05f8d;--c5:#7f8c2f;--c6:#3a9bb5;--c7:#8a8f98}
 @media(prefers-color-scheme:dark){:root{--bg:#15171b;--card:#1d2026;--ink:#e8e9ec;--soft:#9aa0aa;--line:#31353d;
---accent:#8db0ff;--on:#14161a;--c0:#6f9bf0;--c1:#e6a157;--c2:#58bd97;--c3:#bb8ddd;--c4:#dd8bb1;--c5:#a9b65c;--c6:#66bdd4;--c7:#8d939d}}
+--accent:#8db0ff;--on:#14161a;--add:#17352a;--del:#41231f;--c0:#6f9bf0;--c1:#e6a157;--c2:#58bd97;--c3:#bb8ddd;--c4:#dd8bb1;--c5:#a9b65c;--c6:#66bdd4;--c7:#8d939d}}
 *{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1180px;margin:0 auto;padding:28px 20px 60px}h1{font-size:24px;margin:0}h2{font-size:18px;margin:36px 0 8px}
 p{margin:6px 0;max-width:110ch}.soft{color:var(--soft)}code{font:13px ui-monospace,monospace}
@@ -35,46 +36,31 @@ td{border-top:1px solid var(--line)}tr:first-child td{border-top:0}.n{text-align
 .wrap td{white-space:normal;overflow-wrap:anywhere}.wrap td:nth-child(4){white-space:nowrap}
 svg{display:block;width:100%;background:var(--card);border:1px solid var(--line);border-radius:8px}
 svg text{fill:var(--soft);font:11px system-ui,sans-serif}details{margin:10px 0}summary{cursor:pointer;color:var(--accent)}
-.down{color:var(--c2)}.up{color:var(--c1)}
+.down{color:var(--c2)}.up{color:var(--c1)}.why{white-space:normal;min-width:24em;color:var(--soft)}
+.diff{margin:6px 0 14px;padding:8px 0;overflow-x:auto;max-height:560px;background:var(--card);border:1px solid var(--line);
+border-radius:8px;font:12px/1.45 ui-monospace,monospace}.diff code{display:block;width:max-content;min-width:100%;
+padding:0 12px;white-space:pre;font:inherit}.diff .add{background:var(--add)}.diff .del{background:var(--del)}
+.diff .times{color:var(--soft);border-top:1px dashed var(--line);margin-top:6px;padding-top:4px}
+.diff .times:first-child{border-top:0;margin-top:0;padding-top:0}
 """ + "".join(f".c{i}{{background:var(--c{i});fill:var(--c{i})}}" for i in range(8))
 
 
 def page(what: dict[str, Any]) -> str:
     """The whole document."""
     name = f"{what['model']['name']} for {what['target']}"
-    body = [_head(what), _step(what), _prefill(what), _passes(what), _memory(what), _functions(what), _schedules(what),
+    body = [_head(what), _step(what), _prefill(what), passes(what), _memory(what), _functions(what), _schedules(what),
             _audit(what)]
     return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-            f'content="width=device-width,initial-scale=1"><title>{_text(name)}: relaxpack explain</title>'
+            f'content="width=device-width,initial-scale=1"><title>{text(name)}: relaxpack explain</title>'
             f"<style>{_STYLE}</style></head><body><main>{''.join(body)}</main></body></html>\n")
-
-
-def _text(value: Any) -> str:
-    return escape(printable(str(value)))
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Iterable[int] = ()) -> str:
-    """Cells that are not `_Html` are escaped; columns in `numbers` stand to the right."""
-    right = set(numbers)
-
-    def cell(tag: str, i: int, value: Any) -> str:
-        return f'<{tag}{" class=n" if i in right else ""}>{value if isinstance(value, _Html) else _text(value)}</{tag}>'
-
-    head = "".join(cell("th", i, column) for i, column in enumerate(columns))
-    lines = "".join("<tr>" + "".join(cell("td", i, value) for i, value in enumerate(row)) + "</tr>" for row in rows)
-    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>"
-
-
-class _Html(str):
-    """Text that is HTML already."""
 
 
 def _color(operation: str) -> int:
     return _OPERATIONS.index(operation) if operation in _OPERATIONS else len(_OPERATIONS) - 1
 
 
-def _key(operation: str, text: str) -> _Html:
-    return _Html(f'<i class="key c{_color(operation)}"></i>{_text(text)}')
+def _key(operation: str, label: str) -> Html:
+    return Html(f'<i class="key c{_color(operation)}"></i>{text(label)}')
 
 
 def _head(what: dict[str, Any]) -> str:
@@ -90,10 +76,10 @@ def _head(what: dict[str, Any]) -> str:
         tiles.append((human_bytes(memory["arena_bytes"]),
                       f"for intermediates, {memory['arena_bytes'] / memory['live_bytes']:.3f}× the lower bound"))
     tiles.append((f"{sum(what['weights'].values()) / 1e6:.1f} MB", "weights: " + ", ".join(what["weights"])))
-    shown = "".join(f"<div class=tile><b>{_text(value)}</b><span>{_text(label)}</span></div>" for value, label in tiles)
-    return (f"<h1>{_text(model['name'])}</h1><p class=soft>{_text(what['target'])} · {_text(model['architecture'])}, "
+    shown = "".join(f"<div class=tile><b>{text(value)}</b><span>{text(label)}</span></div>" for value, label in tiles)
+    return (f"<h1>{text(model['name'])}</h1><p class=soft>{text(what['target'])} · {text(model['architecture'])}, "
             f"{model['num_layers']} layers, hidden size {model['hidden_size']} · activations {model['activation_dtype']}, "
-            f"KV cache {model['kv_dtype']} · " + _text(", ".join(f"{k} {v}" for k, v in what["compiler"].items()))
+            f"KV cache {model['kv_dtype']} · " + text(", ".join(f"{k} {v}" for k, v in what["compiler"].items()))
             + f"</p><div class=tiles>{shown}</div>")
 
 
@@ -106,11 +92,11 @@ def _bar(kernels: Sequence[dict[str, Any]], field: str, label: str) -> str:
         width = 1000 * amount / total
         if width > 0.5:
             share = f"{operation} {100 * amount / total:.1f} %"
-            inside = f'<text x="{x + 6:.1f}" y="41" style="fill:var(--on)">{_text(share)}</text>' if width > 110 else ""
-            parts.append(f'<g><title>{_text(share)}</title><rect class="c{_color(operation)}" x="{x:.1f}" y="24" '
+            inside = f'<text x="{x + 6:.1f}" y="41" style="fill:var(--on)">{text(share)}</text>' if width > 110 else ""
+            parts.append(f'<g><title>{text(share)}</title><rect class="c{_color(operation)}" x="{x:.1f}" y="24" '
                          f'width="{max(width - 1.5, 1):.1f}" height="26"/>{inside}</g>')
         x += width
-    return f'<svg viewBox="0 0 1000 58" role="img"><text x="2" y="16">{_text(label)}</text>{"".join(parts)}</svg>'
+    return f'<svg viewBox="0 0 1000 58" role="img"><text x="2" y="16">{text(label)}</text>{"".join(parts)}</svg>'
 
 
 def _legend(kernels: Sequence[dict[str, Any]]) -> str:
@@ -132,10 +118,10 @@ def _numbers(k: dict[str, Any], timed: bool) -> list[str]:
 
 def _kernel_tables(step: dict[str, Any], timed: bool) -> str:
     kernels = step["kernels"]
-    sums = _table(["kernel", "schedule", "calls", *_columns(timed)],
+    sums = table(["kernel", "schedule", "calls", *_columns(timed)],
                   [(_key(k["operation"], k["kernel"]), k["source"], k["calls"], *_numbers(k, timed))
                    for k in by_kernel(kernels)], range(2, 8))
-    order = _table(["#", "kernel", "shape", "schedule", *_columns(timed)],
+    order = table(["#", "kernel", "shape", "schedule", *_columns(timed)],
                    [(i, _key(k["operation"], k["kernel"]), k["shape"], k["source"], *_numbers(k, timed))
                     for i, k in enumerate(kernels)], [0, *range(4, 9)])
     return f"{sums}<details><summary>All {len(kernels)} launches in order</summary>{order}</details>"
@@ -147,11 +133,11 @@ def _step(what: dict[str, Any]) -> str:
     bars = _bar(step["kernels"], "seconds", "predicted time by operation")
     if timed:
         bars += "<br>" + _bar(step["kernels"], "measured_seconds", "measured time by operation")
-    return (f"<h2>One decode step</h2><p>Function <code>{_text(step['function'])}</code>, batch {what['rows']}, context "
+    return (f"<h2>One decode step</h2><p>Function <code>{text(step['function'])}</code>, batch {what['rows']}, context "
             f"{what['context']}: {step['launches']} kernels, {human_bytes(step['bytes'])}, "
             f"{step['flops'] / 1e9:.2f} GFLOP. The prediction is the larger of bytes over "
             f"{machine['bandwidth'] / 1e9:.0f} GB/s and FLOPs over {machine['peak'] / 1e12:.2f} TFLOP/s "
-            f"({_text(machine['origin'])}), kernel by kernel, without launches.</p>"
+            f"({text(machine['origin'])}), kernel by kernel, without launches.</p>"
             f"{_legend(step['kernels'])}{bars}<br>{_kernel_tables(step, timed)}")
 
 
@@ -164,35 +150,12 @@ def _prefill(what: dict[str, Any]) -> str:
             f"{_bar(step['kernels'], 'seconds', 'predicted time by operation')}<br>{_kernel_tables(step, False)}")
 
 
-def _passes(what: dict[str, Any]) -> str:
-    kept = changes(what["passes"])
-    rows = []
-    for before, after in zip([None, *kept], kept, strict=False):
-        rows.append((after["phase"], after["name"], *(
-            _change(before["bindings"].get(f) if before else None, after["bindings"].get(f)) for f in ("decode", "prefill")),
-            _change(before["prim_funcs"] if before else None, after["prim_funcs"])))
-    out = ", ".join(what["disabled"])
-    return ("<h2>What each pass changed</h2><p>Bindings of the two step functions and PrimFuncs of the module, after "
-            f"{len(what['passes'])} passes; those that changed no size are not shown."
-            + (f" Left out by options: {_text(out)}." if out else "") + "</p>"
-            + _table(["phase", "pass", "decode", "prefill", "PrimFuncs"], rows, (2, 3, 4)))
-
-
-def _change(before: int | None, after: int | None) -> _Html:
-    if after is None:
-        return _Html("")
-    if before is None or before == after:
-        return _Html(str(after))
-    mark = "down" if after < before else "up"
-    return _Html(f'{before} → {after} <span class={mark}>{after - before:+d}</span>')
-
-
 def _memory(what: dict[str, Any]) -> str:
     plans = what["memory_plan"]
     shown = sorted(plans, key=lambda name: -plans[name].get("live_bytes", 0))[:2]
     shown += [name for name in (what["step"]["function"],) if name in plans and name not in shown]
     total = what["memory"]["arena_bytes"] or 0
-    pictures = "".join(f"<h3 class=soft>{_text(name)}</h3>{_picture(plans[name])}" for name in shown
+    pictures = "".join(f"<h3 class=soft>{text(name)}</h3>{_picture(plans[name])}" for name in shown
                        if plans[name]["tensors"])
     return ("<h2>Memory plan</h2><p>Each box is a tensor: from its first to its last use along the step (left to right), "
             f"at its place in the arena (bottom to top). All functions share {human_bytes(total)}. The line marks the step "
@@ -220,7 +183,7 @@ def _picture(plan: dict[str, Any]) -> str:
             title += f", over {t['overwrites']}"
         boxes.append(f'<rect class="c{t["storage"] % 8}" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" '
                      f'height="{max(h, 0.6):.1f}" opacity=".72" stroke="var(--card)" stroke-width=".6"><title>'
-                     f"{_text(title)}</title></rect>")
+                     f"{text(title)}</title></rect>")
     live = most = peak = 0
     for step in sorted(changes_):
         live += changes_[step]
@@ -240,7 +203,7 @@ def _functions(what: dict[str, Any]) -> str:
              human_bytes(f["bytes"]), human_bytes(f["live_bytes"]), human_bytes(f["tensor_bytes"]),
              human_bytes(f["result_bytes"]) if f["result_bytes"] else "–") for f in what["functions"]]
     return ("<h2>Functions, graphs and buckets</h2>"
-            + _table(["function", "runs as", "kernels", "storages", "bytes", "alive at most", "without reuse", "results"],
+            + table(["function", "runs as", "kernels", "storages", "bytes", "alive at most", "without reuse", "results"],
                      rows, range(2, 8)))
 
 
@@ -248,10 +211,10 @@ def _schedules(what: dict[str, Any]) -> str:
     counts = ", ".join(f"{count} {source}" for source, count in what["schedules"].items())
     other = ", ".join(f"{k['name']} ({k['source']})" for k in what["not_ours"])
     records = what["tuning_records"]
-    return (f"<h2>Schedules</h2><p>PrimFuncs by source: {_text(counts)}."
-            + (f" Not covered by a kernel of ours: {_text(other)}." if other else "")
+    return (f"<h2>Schedules</h2><p>PrimFuncs by source: {text(counts)}."
+            + (f" Not covered by a kernel of ours: {text(other)}." if other else "")
             + f" Tuning records used: {len(records)}.</p>"
-            + (_table(["record"], [(record,) for record in records]) if records else ""))
+            + (table(["record"], [(record,) for record in records]) if records else ""))
 
 
 def _audit(what: dict[str, Any]) -> str:
@@ -259,7 +222,7 @@ def _audit(what: dict[str, Any]) -> str:
     entries = audit.get("entries", [])
     if not entries:
         return ""
-    warnings = "".join(f"<p>{_text(w)}</p>" for w in audit.get("warnings", []))
+    warnings = "".join(f"<p>{text(w)}</p>" for w in audit.get("warnings", []))
     return ("<h2>Config audit</h2><div class=wrap>" + warnings
-            + _table(["file", "key", "value", "status", "why"],
+            + table(["file", "key", "value", "status", "why"],
                      [[e.get(k, "") for k in ("file", "key", "value", "status", "why")] for e in entries]) + "</div>")

@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack import reproducer
 from relaxpack.dist.params import numpy_dtype
 from relaxpack.errors import CompileError
+from relaxpack.ir_history import IrHistory
 from relaxpack.kernel_spec import AttentionSpec, KernelProvider
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.lower_kernels import KERNELS
@@ -31,6 +32,9 @@ from relaxpack.schedules.cuda_compile import compile_module
 from relaxpack.schedules.rest import rest_rule
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import WeightFormat
+
+if TYPE_CHECKING:
+    from relaxpack.tuning.lookup import DatabaseLookup
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,15 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
                 formats: Mapping[str, WeightFormat], activation_dtype: str, kv_dtype: str,
                 pipeline: PipelineConfig, dump: Path | None = None,
                 progress: Callable[[str], None] = lambda stage: None, generate: bool = True,
-                embed: bool = False) -> Lowered:
+                embed: bool = False, records: DatabaseLookup | None = None) -> Lowered:
     """Export, run the passes, generate code. `dump`: folder for the IR after each phase. `generate`, `embed`: which
-    functions, see `export_model`."""
+    functions, see `export_model`. `records`: what the provider was given, for functions without a kernel and the report."""
     mod = export_model(config, limits, activation_dtype, kv_dtype, target.kind == "cuda", generate, embed)
     attention = attention_spec(config, limits, activation_dtype, kv_dtype)
     report: list[dict[str, Any]] = []
     bindings, prim_funcs = sizes(mod)
     passes: list[dict[str, Any]] = [asdict(PassRecord("export", "export", 0.0, bindings, prim_funcs))]
+    history = IrHistory(mod)
     parameters: list[Parameter] = []
     steps: dict[str, list[dict[str, Any]]] = {}
 
@@ -100,13 +105,16 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
             dump.mkdir(parents=True, exist_ok=True)
             (dump / f"{len(report)}_{phase}.py").write_text(after.script(show_meta=False))
 
+    def observe_pass(record: PassRecord, after: tvm.IRModule) -> None:
+        passes.append({**asdict(record), "ir": history.changes(record.name, after)})
+
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         (dump / "0_export.py").write_text(mod.script(show_meta=False))
     rule = rest_rule(target)
     try:
         final = run_phases(mod, target.to_tvm(), phases(provider, attention, formats, pipeline, rule), observe,
-                           lambda record: passes.append(asdict(record)))
+                           observe_pass)
     except PassFailure as failure:
         progress(failure.phase)     # raises where the user has interrupted: TVM makes an error of the pass of that
         inputs = reproducer.Inputs(config, limits, target, {n: formats[n].name for n in formats}, activation_dtype,
@@ -123,6 +131,8 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
     explanation = {"phases": report, "passes": passes, "disabled": sorted(pipeline.disabled),
                    "kernels": _kernels(final), "calls": json.loads(str(final.attrs[KERNELS])), "steps": steps,
                    "memory_plan": json.loads(str(final.attrs[PLAN]))}
+    if records is not None:
+        explanation["tuning"] = records.report()
     buckets = {"decode": pipeline.decode_buckets, "prefill": pipeline.prefill_buckets}
     buckets = {name: sizes for name, sizes in buckets.items() if sizes}
     functions = tuple(gv.name_hint for gv, _ in exported_functions(mod))

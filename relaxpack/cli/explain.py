@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from relaxpack.cli.options import json_option
-from relaxpack.cli.show import console, human_bytes, print_json, table
+from relaxpack.cli.show import console, human_bytes, print_json, printable, table
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.manifest import TargetEntry
 from relaxpack.errors import UsageError
@@ -20,14 +20,21 @@ from relaxpack.errors import UsageError
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a report for a browser here.")
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(1), help="Sequences of the step shown.")
 @click.option("--context", default=1024, show_default=True, type=click.IntRange(1), help="Tokens each of them has.")
+@click.option("--pass", "one_pass", metavar="PASS", help="Print what this pass changed in the IR, as a diff.")
 @click.option("--measure", is_flag=True, help="Time each kernel of a decode step here (CPU bundles, batch 1).")
 @click.option("--bandwidth", type=float, metavar="GB/S", help="Memory bandwidth of the machine to predict for.")
 @click.option("--peak", type=float, metavar="TFLOP/S", help="Its arithmetic throughput.")
 @json_option
-def explain(bundle: Path, target: str | None, html: Path | None, batch: int, context: int, measure: bool,
-            bandwidth: float | None, peak: float | None, as_json: bool) -> None:
+def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str | None, batch: int, context: int,
+            measure: bool, bandwidth: float | None, peak: float | None, as_json: bool) -> None:
     """Print the kernels of a step of BUNDLE with what they move and must cost, what each pass changed, and the memory
-    plan."""
+    plan.
+
+    \b
+    relaxpack explain smollm2.bundle
+    relaxpack explain smollm2.bundle --html report.html --measure
+    relaxpack explain smollm2.bundle --pass FuseAddNorm
+    """
     from relaxpack.explain import explanation
     from relaxpack.step_costs import machine_for
 
@@ -35,6 +42,9 @@ def explain(bundle: Path, target: str | None, html: Path | None, batch: int, con
         raise UsageError(f"--measure with --batch {batch}: kernels are timed for one sequence; leave --batch out")
     with Bundle.open(bundle) as opened:
         entry = opened.target(target) if target or not measure else _measurable(opened)
+        if one_pass is not None:
+            _print_pass(opened.read_json(entry.explain).get("passes", []), one_pass, as_json)
+            return
         spec = entry.target
         machine = machine_for(spec.kind, spec.arch, spec.features, bandwidth and bandwidth * 1e9,
                               peak and peak * 1e12)
@@ -45,6 +55,8 @@ def explain(bundle: Path, target: str | None, html: Path | None, batch: int, con
             from relaxpack.runtime.kernel_times import decode_kernel_times
 
             kernels = opened.read_json(entry.explain)["kernels"]
+            if "decode" not in entry.functions:
+                raise UsageError(f"--measure times a decode step, and {bundle} computes embeddings only: leave it out")
             names = {k["name"] for k in kernels if k["source"] != "host"}
             context = min(context, opened.manifest.model_info.max_context - 1)
             measured = decode_kernel_times(bundle, names, context)
@@ -81,11 +93,15 @@ def _print(what: dict[str, Any]) -> None:
     out.print(f"{step['launches']} kernels, {human_bytes(step['bytes'])}{over}, {step['flops'] / 1e9:.2f} GFLOP, "
               f"at least {step['seconds'] * 1e3:.2f} ms"
               + (f", measured {step['measured_seconds'] * 1e3:.2f} ms" if timed else "") + "\n")
+    for note in what["notes"]:
+        out.print(note, markup=False)
     out.print(table("What each pass left", ("phase", "pass", "decode", "prefill", "PrimFuncs"), [
         (p["phase"], p["name"], *(str(p["bindings"].get(f, "")) for f in ("decode", "prefill")), str(p["prim_funcs"]))
         for p in changes(what["passes"])]))
     if what["disabled"]:
         out.print("Left out: " + ", ".join(what["disabled"]))
+    if any(p.get("ir") for p in what["passes"]):
+        out.print("The IR: --pass NAME prints what one pass changed, --html FILE shows it for all.")
     out.print()
     out.print(table("Memory of intermediates", ("function", "graph", "kernels", "storages", "bytes", "alive at most"), [
         (f["name"], "yes" if f["captured"] else "no", str(f["launches"]), str(len(f["storages"])),
@@ -98,6 +114,32 @@ def _print(what: dict[str, Any]) -> None:
     if what["not_ours"]:
         out.print("Not covered by a kernel of ours: "
                   + ", ".join(f"{k['name']} ({k['source']})" for k in what["not_ours"]))
+
+
+def _print_pass(passes: list[dict[str, Any]], name: str, as_json: bool) -> None:
+    from relaxpack.pass_notes import NOTES
+
+    chosen = [p for p in passes if p["name"] == name]
+    if not chosen:
+        known = ", ".join(dict.fromkeys(p["name"] for p in passes if p.get("ir")))
+        raise UsageError(f"pass {name!r} did not run on this bundle; these changed the IR: {known or 'none is recorded'}")
+    if as_json:
+        print_json(chosen)
+        return
+    for one in chosen:
+        click.secho(f"{name} in {one['phase']}" + (f": {NOTES[name]}" if name in NOTES else ""), bold=True)
+        if not one.get("ir"):
+            click.echo("changed nothing in the step functions")
+        for function, change in one.get("ir", {}).items():
+            click.secho(f"\n{printable(function)}: {change['removed']} lines less, {change['added']} more", bold=True)
+            for hunk in change["hunks"]:
+                click.secho(f"@@ {hunk['count']} times @@" if hunk["count"] > 1 else "@@", fg="cyan")
+                for line in hunk["lines"]:
+                    click.secho(printable(line), fg={"-": "red", "+": "green"}.get(line[:1]))
+                if hunk["left_off"]:
+                    click.secho(f"@@ {hunk['left_off']} lines more of this change @@", fg="cyan")
+            if change["left_off"]:
+                click.secho(f"@@ {change['left_off']} other kinds of change @@", fg="cyan")
 
 
 def by_kernel(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -114,10 +156,11 @@ def by_kernel(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def changes(passes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The passes after which the module was another size."""
+    """The passes after which the module was another size, or the IR another."""
     kept: list[dict[str, Any]] = []
     for one in passes:
-        if not kept or (one["bindings"], one["prim_funcs"]) != (kept[-1]["bindings"], kept[-1]["prim_funcs"]):
+        last = kept[-1] if kept else {}
+        if one.get("ir") or any(one[size] != last.get(size) for size in ("bindings", "prim_funcs")):
             kept.append(one)
     return kept
 

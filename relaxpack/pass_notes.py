@@ -1,0 +1,45 @@
+"""What each pass of the pipeline is for, in a sentence: shown by `relaxpack explain`."""
+
+from __future__ import annotations
+
+NOTES = {
+    "export": "the step functions as the model describes them",
+    # ours
+    "ShareRopeTable": "cosines and sines become a parameter that all functions share",
+    "SelectRowsEarly": "rows whose logits nobody asked for leave before the last layer's row-wise work",
+    "CombineParallelMatmul": "query, key, value and gate, up become one matmul each",
+    "PruneParameters": "parameters that nobody reads disappear; all functions take the same",
+    "PackWeights": "weights in the layout that their kernels read, packed at build",
+    "FuseUnpackMatmul": "unpacking, bias, SwiGLU and casts become part of the matmul's kernel",
+    "FuseUnpackOnly": "unpacking becomes part of the matmul's kernel; epilogues stay out",
+    "FuseAddNorm": "residual sum and norm become one kernel",
+    "SpecializeBuckets": "a function of its own for each batch size and prompt length of a graph",
+    "LowerKernels": "placeholders become the kernels of this target",
+    "ScheduleRest": "what no kernel covers gets a schedule",
+    "DropUnusedKernels": "kernels that nobody calls disappear",
+    "PrepareCapture": "results leave through copies, so that a graph holds the whole step",
+    "PlanMemory": "intermediates take turns in storages that all functions share",
+    "VerifyMemoryPlan": "proves that no two live tensors share bytes",
+    "MarkStatic": "every argument of a captured function counts as fixed",
+    "VerifyPhase": "rules about the IR after this phase",
+    # TVM's
+    "FoldConstant": "arithmetic on constants is done now",
+    "EliminateCommonSubexpr": "equal expressions are computed once",
+    "DeadCodeElimination": "what nobody reads disappears",
+    "LegalizeOps": "Relax operations without a kernel of ours become PrimFuncs",
+    "AnnotateTIROpPattern": "PrimFuncs are classified for fusion",
+    "FuseOps": "PrimFuncs of one kind are grouped",
+    "FuseTIR": "groups become one PrimFunc, names of intermediates disappear",
+    "BundleModelParams": "parameters become one tuple",
+    "RewriteDataflowReshape": "reshapes become views",
+    "ToNonDataflow": "the step becomes a plain sequence of calls",
+    "RemovePurityChecking": "calls may write",
+    "CallTIRRewrite": "kernels write into tensors that are allocated for them",
+    "RewriteCUDAGraph": "the step becomes one region that a graph captures",
+    "LowerAllocTensor": "allocations in the instructions of TVM's VM",
+    "KillAfterLastUse": "tensors are released after their last use",
+    "LowerRuntimeBuiltin": "calls of the VM's builtins",
+    "ComputePrimValue": "arithmetic on sizes as functions of the host",
+    "VMShapeLower": "sizes are checked and computed at run time",
+    "AttachGlobalSymbol": "functions get their public names",
+}
