@@ -50,7 +50,7 @@ def explanation(bundle: Bundle, rows: int = 1, context: int = 1024, machine: Mac
         "memory": {"arena_bytes": entry.memory_plan.get("arena_bytes"),
                    "live_bytes": max((p.get("live_bytes", 0) for p in record["memory_plan"].values()), default=0)},
         "memory_plan": record["memory_plan"], "calls": record["calls"],
-        "tuning_records": list(getattr(entry, "tuning_records", ()) or ()),
+        "tuning_records": list(entry.tuning_records), "tuning": record.get("tuning", {}),
         "audit": bundle.read_json(AUDIT) if AUDIT in bundle else {},
     }
 

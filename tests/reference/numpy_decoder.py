@@ -51,6 +51,12 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -
 
 def forward(checkpoint: Checkpoint, token_ids: list[int], max_context: int) -> np.ndarray:
     """Logits float32 `[t, vocab]`. `max_context` decides length-dependent RoPE as a build would."""
+    head = "model.embed_tokens.weight" if checkpoint.config.tie_embeddings else "lm_head.weight"
+    return hidden_states(checkpoint, token_ids, max_context) @ weight(checkpoint, head).T
+
+
+def hidden_states(checkpoint: Checkpoint, token_ids: list[int], max_context: int) -> np.ndarray:
+    """float32 `[t, hidden]` after the final norm."""
     c = checkpoint.config
     frequencies, attention_factor = inv_freq(c.rope, max_context)
     angle = np.arange(len(token_ids), dtype=np.float32)[:, None] * frequencies
@@ -63,8 +69,7 @@ def forward(checkpoint: Checkpoint, token_ids: list[int], max_context: int) -> n
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         return rms_norm(x, weight(checkpoint, f"{name}.weight"), c.norm_epsilon)
 
-    embedding = weight(checkpoint, "model.embed_tokens.weight")
-    x = embedding[token_ids]
+    x = weight(checkpoint, "model.embed_tokens.weight")[token_ids]
     for layer in range(c.num_layers):
         at = f"model.layers.{layer}"
         h = norm(x, f"{at}.input_layernorm")
@@ -76,6 +81,4 @@ def forward(checkpoint: Checkpoint, token_ids: list[int], max_context: int) -> n
         h = norm(x, f"{at}.post_attention_layernorm")
         gate = linear(h, f"{at}.mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
-    x = norm(x, "model.norm")
-    head = embedding if c.tie_embeddings else weight(checkpoint, "lm_head.weight")
-    return x @ head.T
+    return norm(x, "model.norm")
