@@ -81,7 +81,8 @@ def test_a_bundle_that_does_both_chats_as_before_while_it_embeds(built: Built) -
     llm = LLM(built.bundles["also"])
     alone = llm.generate([built.ids[:50], built.ids[50:70]], max_tokens=12, temperature=0.0)
     fresh = LLM(built.bundles["also"])
-    requests = [fresh.engine.add(ids, fresh.params(max_tokens=12, temperature=0.0)) for ids in (built.ids[:50], built.ids[50:70])]
+    greedy = fresh.params(max_tokens=12, temperature=0.0)
+    requests = [fresh.engine.add(ids, greedy) for ids in (built.ids[:50], built.ids[50:70])]
     embedded = [fresh.engine.admit(fresh.engine.prepare_embedding(built.ids[k:150])) for k in (0, 3, 50)]
     while fresh.engine.has_work:
         fresh.engine.step()
