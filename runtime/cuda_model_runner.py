@@ -3,7 +3,7 @@ sampling on the device, a handle of the sampled tokens.
 
 A decode step is padded up to its bucket; padded rows point at the scratch page. Buckets are captured functions of the
 library: TVM captures at the first call and replays after, so their input tensors are made once and never move. Steps
-above the largest bucket run the symbolic function eagerly and are counted.
+above the largest bucket, and prefills of several prompts, run the symbolic function eagerly and are counted.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class CudaModelRunner:
         self.embedding_size = info.hidden_size if "embed" in functions else 0
         self.buckets = {name: tuple(sizes) for name, sizes in buckets.items()}
         self.graph_steps: Counter[str] = Counter()    # by function: steps through a bucket
-        self.eager_steps: Counter[str] = Counter()    # and steps above the largest bucket
+        self.eager_steps: Counter[str] = Counter()    # and steps that no bucket serves
         self._library = library
         # The arena is taken at the first step, by the captured functions and once more by the eager ones.
         arena = int(memory.get("arena_bytes", 0))
@@ -193,7 +193,11 @@ class CudaModelRunner:
     def _prompts(self, function: str, sequences: Sequence[SequenceStep], rows: int) -> Any:
         tokens = sum(len(s.token_ids) for s in sequences)
         # A graph is captured per (bucket, sequences, rows): only one prompt at a time keeps their number small.
-        size, name = self._bucket(function, tokens) if len(sequences) == 1 and rows == 1 else (tokens, function)
+        if len(sequences) == 1 and rows == 1:
+            size, name = self._bucket(function, tokens)
+        else:
+            size, name = tokens, function
+            self.eager_steps[function] += 1
         layout = step_inputs.prefill_layout(size, len(sequences), rows, self.info)
         step_inputs.fill_prefill(self._stage(layout), sequences, self.page_size)
         views = self._upload(layout)

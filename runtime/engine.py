@@ -364,6 +364,9 @@ class Engine:
         metrics.running, metrics.waiting = len(scheduler.running), len(scheduler.waiting)
         metrics.pages_free, metrics.pages_cached, metrics.pages_held = pool.num_free, pool.num_cached, pool.num_held
         metrics.preemptions, metrics.evictions = scheduler.preemptions, pool.evictions
+        # A runner without graphs counts neither.
+        metrics.graph_steps = sum(getattr(self.runner, "graph_steps", {}).values())
+        metrics.eager_steps = sum(getattr(self.runner, "eager_steps", {}).values())
 
     def generate(
         self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams] | None = None, *, salt: str = "",

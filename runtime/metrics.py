@@ -48,6 +48,8 @@ class EngineMetrics:
     output_tokens: int = 0
     preemptions: int = 0
     evictions: int = 0
+    graph_steps: int = 0            # on a GPU: steps that were one graph launch
+    eager_steps: int = 0            # and steps without a graph: above the largest bucket, or several prompts at once
     running: int = 0                # the rest: as of the last step
     waiting: int = 0
     pages_total: int = 0

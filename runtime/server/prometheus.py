@@ -18,7 +18,8 @@ _COUNTERS = {
     "cached_tokens": "Prompt tokens found in the prefix cache",
     "computed_tokens": "Tokens that went through the model, recomputed ones included",
     "output_tokens": "Tokens generated", "preemptions": "Sequences that had to give their pages back",
-    "evictions": "Cached pages that were dropped"}
+    "evictions": "Cached pages that were dropped", "graph_steps": "Steps of a GPU that were one graph launch",
+    "eager_steps": "Steps of a GPU without a graph: above the largest bucket, or several prompts at once"}
 _GAUGES = {
     "running": "Sequences in the batch", "waiting": "Sequences that wait for room", "pages_total": "Pages of the KV cache",
     "pages_free": "Pages with nothing in them", "pages_cached": "Pages kept for reuse that nobody holds",

@@ -93,7 +93,7 @@ def _embedding(v: int, h: int) -> Any:
         y = T.match_buffer(y_h, (t, T.int64(h)), "float32")
         for i in range(t):
             for j in range(h):
-                y[i, j] = w[ids[i], j]
+                y[i, j] = w[T.max(T.min(ids[i], v - 1), 0), j]      # clamped, as on a GPU
     return f
 
 
@@ -235,7 +235,9 @@ def _attention(s: AttentionSpec, prefill: bool) -> Any:
 
 
 @functools.cache
-def _greedy(vocab: int) -> Any:
+def _sample(vocab: int) -> Any:
+    """With a temperature, an arbitrary number made of seed, position and token is added: a draw that depends on these
+    and the row alone."""
     @T.prim_func(private=True, s_tir=True)
     def f(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle, ids_h: T.handle,
           logprobs_h: T.handle):
@@ -249,12 +251,32 @@ def _greedy(vocab: int) -> Any:
         ids = T.match_buffer(ids_h, (t,), "int32")
         logprobs = T.match_buffer(logprobs_h, (t,), "float32")
         for i in range(t):
+            best = T.alloc_buffer((1,), "float32")
+            finite = T.alloc_buffer((1,), "int32")
             ids[i] = 0
+            finite[0] = 1
             for j in range(vocab):
-                if logits[i, j] > logits[i, ids[i]]:
+                word = T.alloc_buffer((1,), "uint32")
+                word[0] = (T.Cast("uint32", counters[i, 1]) * T.uint32(747796405)
+                           + T.Cast("uint32", counters[i, 3]) * T.uint32(2891336453)
+                           + T.Cast("uint32", j + 1) * T.uint32(277803737))
+                word[0] = (word[0] ^ (word[0] >> T.uint32(15))) * T.uint32(2654435769)
+                score = T.alloc_buffer((1,), "float32")
+                score[0] = logits[i, j] + settings[i, 0] * T.float32(4e-9) * T.Cast("float32", word[0] >> T.uint32(4))
+                if j == 0:
+                    best[0] = score[0]
+                elif score[0] > best[0]:
+                    best[0] = score[0]
                     ids[i] = j
-            logprobs[i] = settings[i, 0] * T.float32(0)
-            if counters[i, 4] >= 0:
+                # NaN or +inf, by its bits: TVM rewrites the negation of a comparison, which NaN would pass.
+                bits = T.alloc_buffer((1,), "int32")
+                bits[0] = T.reinterpret("int32", logits[i, j])
+                if (bits[0] & 0x7FFFFFFF) > 0x7F800000 or bits[0] == 0x7F800000:
+                    finite[0] = 0
+            logprobs[i] = T.float32(0)
+            if finite[0] == 0:
+                ids[i] = -1
+            elif counters[i, 4] >= 0:
                 counts[counters[i, 4], ids[i]] = counts[counters[i, 4], ids[i]] + 1
     return f
 
@@ -298,6 +320,6 @@ class PlainKernels:
                        ("q", "pages", "page_table", "query_start", "lengths", "layer"), ("y",))
 
     def sample(self, spec: SamplingSpec) -> Kernel:
-        """Greedy whatever the settings say; log-probabilities are 0."""
-        return _kernel(_greedy(spec.vocab_size), "sample", ("logits", "settings", "counters", "counts"),
+        """No filters and no penalties; log-probabilities are 0. A row that is not finite gives -1."""
+        return _kernel(_sample(spec.vocab_size), "sample", ("logits", "settings", "counters", "counts"),
                        ("token_ids", "logprobs"), ("counts",))

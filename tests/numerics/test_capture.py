@@ -12,32 +12,15 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.lowering import attention_spec
-from relaxpack.passes.config import PipelineConfig
-from relaxpack.passes.pipeline import phases, run_phases
-from relaxpack.passes.rewrite import exported_functions, num_inputs
-from relaxpack.relax_models.config import ModelConfig
-from relaxpack.relax_models.export import BuildLimits, export_model
-from relaxpack.relax_models.rope import RopeConfig
+from relaxpack.relax_models.export import BuildLimits
 from relaxpack.runtime import step_inputs
 from relaxpack.runtime.step_plan import SequenceStep
 from relaxpack.runtime.vm import Library
-from relaxpack.weight_format import FORMATS
 from tests.helpers import graph_stand_ins
-from tests.helpers.plain_kernels import PlainKernels
+from tests.helpers.captured_model import build
 
-CONFIG = ModelConfig("llama", 32, 48, 2, 4, 2, 8, 61, 1e-5, 64, RopeConfig("default", 10000.0, 8, 64), (None, 5), True,
-                     False, False, False, False)
 LIMITS = BuildLimits(64, max_batch=4, prefill_chunk=16, page_size=4)
 BUCKETS = {"decode": (1, 2, 4), "prefill": (4, 8)}
-
-
-class _F32(dict[str, Any]):
-    def __missing__(self, name: str) -> Any:
-        return FORMATS["f32"]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return FORMATS["f32"]
 
 
 class Runner:
@@ -92,22 +75,8 @@ class _Info:
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(library path, parameters, final module)."""
-    graph_stand_ins.install()
-    target = tvm.target.Target({"kind": "llvm"})
-    mod = export_model(CONFIG, LIMITS, "float32", "float32", device_sampling=True)
-    config = PipelineConfig(decode_buckets=BUCKETS["decode"], prefill_buckets=BUCKETS["prefill"], cuda_graph=True)
-    seen: dict[str, tvm.IRModule] = {}
-    final = run_phases(mod, target, phases(PlainKernels(), attention_spec(CONFIG, LIMITS, "float32", "float32"), _F32(),
-                                           config), lambda phase, after, _: seen.__setitem__(phase, after))
-    path = tmp_path_factory.mktemp("capture") / "model.so"
-    with target:
-        tvm.compile(final, target, relax_pipeline=None).export_library(str(path))
-    _, func = next(exported_functions(seen["lower"]))
-    rng = np.random.default_rng(0)
-    parameters = [tvm.runtime.tensor((rng.standard_normal([int(d) for d in v.ty.shape]) * 0.3
-                                      + ("norm" in v.name)).astype(np.float32))
-                  for v in func.params[num_inputs(func):]]
-    return path, parameters, final
+    model = build(tmp_path_factory.mktemp("capture"), LIMITS, BUCKETS)
+    return model.path, model.parameters, model.final
 
 
 def steps(runner: Runner) -> list[np.ndarray]:
