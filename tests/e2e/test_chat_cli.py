@@ -9,12 +9,14 @@ import sys
 import pexpect
 import pytest
 
+from tests.helpers.waiting import DEADLINE
+
 COMMAND = [sys.executable, "-m", "tests.helpers.scripted_chat"]
 
 
 @pytest.fixture
 def terminal():
-    child = pexpect.spawn(COMMAND[0], COMMAND[1:], encoding="utf-8", timeout=20, dimensions=(40, 120),
+    child = pexpect.spawn(COMMAND[0], COMMAND[1:], encoding="utf-8", timeout=DEADLINE, dimensions=(40, 120),
                           env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"})
     yield child
     child.close(force=True)
@@ -42,6 +44,7 @@ def test_a_session_in_a_terminal(terminal, tmp_path):
     terminal.expect("loaded 6 messages")
     terminal.sendline("/exit")
     terminal.expect(pexpect.EOF)
+    terminal.wait()
     terminal.close()
     assert terminal.exitstatus == 0
 
@@ -61,12 +64,13 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(terminal):
     terminal.expect("> ")
     terminal.sendeof()
     terminal.expect(pexpect.EOF)
+    terminal.wait()
     terminal.close()
     assert terminal.exitstatus == 0 and "Traceback" not in terminal.before
 
 
 def test_questions_from_a_pipe():
-    done = subprocess.run(COMMAND, input="one\n\ntwo\n/stats\n", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(COMMAND, input="one\n\ntwo\n/stats\n", capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "You said: one ď👨‍👩‍👧\nYou said: two ď👨‍👩‍👧\n" and "last answer" in done.stderr
 
@@ -75,7 +79,7 @@ def test_questions_from_a_pipe():
 def test_nobody_there_answers_a_built_in_question_and_exits(stdin):
     process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE if stdin == "silent" else subprocess.DEVNULL,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=DEADLINE) == 0
     assert process.stdout.read().startswith("You said: What is a compiler?")
     assert "> What is a compiler?" in process.stderr.read()
     for stream in (process.stdin, process.stdout, process.stderr):

@@ -5,6 +5,7 @@ RELAXPACK_SCREENSHOTS=DIR keeps pictures of the page in light, dark and mobile w
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -16,7 +17,8 @@ import pytest
 
 from relaxpack.runtime.server.serve import Running, background
 from tests.helpers.browser import chromium
-from tests.helpers.server import last_question, scripted_model
+from tests.helpers.server import gate_of, last_question, scripted_model
+from tests.helpers.waiting import DEADLINE, eventually
 
 MARKDOWN = """Here is a **function**, with `slicing`:
 
@@ -64,7 +66,7 @@ class Page:
         found = self.all(selector)
         return found[-1].get_property("innerText").strip() if found else ""
 
-    def wait(self, check: Callable[[], Any], seconds: float = 20) -> None:
+    def wait(self, check: Callable[[], Any], seconds: float = DEADLINE) -> None:
         from selenium.common.exceptions import StaleElementReferenceException
 
         deadline = time.monotonic() + seconds
@@ -89,6 +91,13 @@ class Page:
         self.type(text + "\n")
         self.wait(lambda: not self.busy and self.text(".message:last-child .meta"))
         return self.text(".answer")
+
+    def save_settings(self) -> None:
+        """Saved by an event that comes a little after the click."""
+        self.driver.execute_script("window.saved = false; document.querySelector('#settings').addEventListener("
+                                   "'close', () => { window.saved = true; }, {once: true})")
+        self.find("#save-settings").click()
+        self.wait(lambda: self.driver.execute_script("return window.saved"))
 
     def picture(self, name: str) -> None:
         if folder := os.environ.get("RELAXPACK_SCREENSHOTS"):
@@ -146,15 +155,20 @@ def test_shift_enter_makes_a_line_and_suggestions_ask(page):
 def test_an_answer_streams_and_stops_by_button_and_by_escape(page, server):
     from selenium.webdriver.common.keys import Keys
 
+    aborted = itertools.count(server.state.model.engine.metrics.finished.get("abort", 0) + 1)
     metrics = server.state.model.engine.metrics
-    for number, stop in enumerate((lambda: page.find("#send").click(), lambda: page.find("#input").send_keys(Keys.ESCAPE))):
-        page.type("long\n")
-        page.wait(lambda number=number: page.text(".message:last-child .answer").count("word") > 5)
-        assert page.busy and page.find("#send").get_attribute("aria-label") == "Stop"
-        stop()
-        page.wait(lambda: not page.busy)
-        assert "stopped" in page.text(".facts") and page.text(".answer").count("word") < 150
-        page.wait(lambda: metrics.running == 0)         # the server stopped too
+    for stop in (lambda: page.find("#send").click(), lambda: page.find("#input").send_keys(Keys.ESCAPE)):
+        with gate_of(server.state.model).held(100) as gate:     # the answer comes to its tenth word or so and stays there
+            page.type("long\n")
+            eventually(lambda: gate.holds)
+            page.wait(lambda: page.text(".message:last-child .answer").count("word") > 5)
+            assert page.busy and page.find("#send").get_attribute("aria-label") == "Stop"
+            stop()
+            page.wait(lambda: not page.busy)
+            assert "stopped" in page.text(".facts") and page.text(".answer").count("word") < 150
+            eventually(lambda: server.state.model.engine._commands)     # the news is at the engine, which is in a step
+        eventually(lambda: metrics.running == 0)        # the server stopped too
+        assert metrics.finished["abort"] == next(aborted)
     assert page.ask("and on") == "You said: and on"
 
 
@@ -178,12 +192,12 @@ def test_settings_reach_the_server_and_are_kept(page):
     page.find("#set-system").send_keys("Talk like a pirate.")
     page.find("#set-max_tokens").send_keys("400")
     page.find("#set-temperature").send_keys("0.2")
-    page.find("#save-settings").click()
+    page.save_settings()
     assert page.ask("ahoy") == "You said: ahoy as a pirate" and "pirate" in page.text(".system .body")
     page.find("#open-settings").click()
     page.find("#set-max_tokens").clear()
     page.find("#set-max_tokens").send_keys("3")
-    page.find("#save-settings").click()
+    page.save_settings()
     page.ask("again")
     assert page.text(".facts").startswith("3 tokens") and "cut off" in page.text(".facts")
     page.driver.refresh()
@@ -192,11 +206,11 @@ def test_settings_reach_the_server_and_are_kept(page):
     assert page.find("#set-max_tokens").get_property("value") == "3"
     assert page.find("#set-system").get_property("value") == "Talk like a pirate."
     page.find("#reset-settings").click()
-    page.find("#save-settings").click()
+    page.save_settings()
     assert page.ask("plain") == "You said: plain"
 
 
-def test_several_conversations_are_kept_in_the_browser(page):
+def test_several_conversations_are_kept_in_the_browser(page, server):
     page.ask("about cats")
     page.find("#new-chat").click()
     page.ask("about dogs")
@@ -206,9 +220,11 @@ def test_several_conversations_are_kept_in_the_browser(page):
     assert page.text(".answer") == "You said: about cats"
     page.driver.refresh()
     page.wait(lambda: page.text(".answer") == "You said: about cats")
-    page.type("long\n")                               # one goes on while another one is read
-    page.all("#conversations .open")[0].click()
-    assert page.text(".answer") == "You said: about dogs" and not page.busy
+    with gate_of(server.state.model).held(100):
+        page.type("long\n")                           # one goes on while another one is read
+        page.all("#conversations .open")[0].click()
+        assert page.text(".answer") == "You said: about dogs" and not page.busy
+        assert len(page.all("#conversations .busy")) == 1
     page.wait(lambda: not page.all("#conversations .busy"))
     page.all("#conversations .open")[1].click()
     assert page.text(".answer").count("word") == 150
@@ -226,12 +242,16 @@ def test_code_lists_and_tables_are_shown_and_nothing_runs(page):
     assert not page.all(".answer img, .answer b") and "hacked" not in page.driver.title
     assert [link.get_attribute("href") for link in page.all(".answer a")] == ["https://example.com/x"]
     assert '<img src=x' in page.text(".answer") and "[bad](javascript:alert(1))" in page.text(".answer")
+    # The button says so for a second only, which a slow machine may miss.
+    page.driver.execute_script("const button = document.querySelector('.copy-code'); window.said = [];"
+                               "new MutationObserver(() => window.said.push(button.textContent)).observe("
+                               "button, {childList: true, characterData: true, subtree: true})")
     page.find(".copy-code").click()
-    page.wait(lambda: page.find(".copy-code").text == "Copied")
+    page.wait(lambda: "Copied" in page.driver.execute_script("return window.said"))
 
 
 def test_errors_are_shown_and_can_be_tried_again(page, server):
-    runner = server.state.model.engine.call(lambda engine: engine.runner).result(5)
+    runner = server.state.model.engine.call(lambda engine: engine.runner).result(DEADLINE)
     whole = runner.forward
 
     def broken(plan: Any) -> Any:
@@ -251,7 +271,7 @@ def test_an_api_key_is_asked_for_and_used():
         assert "API key" in page.text("#model")
         page.find("#open-settings").click()
         page.find("#set-key").send_keys("open sesame")
-        page.find("#save-settings").click()
+        page.save_settings()
         page.wait(lambda: page.text("#model") == "scripted")
         assert page.ask("hello") == "You said: hello"
 
@@ -290,7 +310,7 @@ def test_themes_have_readable_contrast(server, dark):
             assert (high + 0.05) / (low + 0.05) >= 4.5, (name, colours)      # WCAG AA
         page.find("#open-settings").click()
         page.picture(f"settings-{'dark' if dark else 'light'}")
-        page.find("#save-settings").click()
+        page.save_settings()
         page.find("#theme").click()
         page.find("#theme").click()
         assert driver.execute_script("return document.documentElement.dataset.theme") == "dark"

@@ -6,37 +6,53 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.bundles import write_bundle
 from tests.helpers.tiny_checkpoints import write_checkpoint
+from tests.helpers.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
+COMMAND = "import sys, relaxpack.cli; sys.exit(relaxpack.cli.run())"
+# Stays where it is once three tensors are written.
+WRITING = """
+import time
+from relaxpack.dist.params import ParamsWriter
+add = ParamsWriter.add
+def add_and_stay(self, name, buffers):
+    add(self, name, buffers)
+    if len(self.names) == 3:
+        time.sleep(3600)
+ParamsWriter.add = add_and_stay
+"""
 
 
-def reached(stage: str, build: subprocess.Popen[str], out: Path) -> bool:
-    if stage == "compiling":    # TVM is being loaded, or works
-        return "libtvm_compiler" in Path(f"/proc/{build.pid}/maps").read_text()
-    return bool(list(out.glob("x.bundle.partial-*")))
+def loading_or_compiling(build: subprocess.Popen[str], out: Path) -> bool:
+    """TVM is being loaded, or works."""
+    return "libtvm_compiler" in Path(f"/proc/{build.pid}/maps").read_text()
 
 
-@pytest.mark.parametrize("stage", ["compiling", "writing"])
-def test_ctrl_c_leaves_what_was_there(tmp_path: Path, stage: str) -> None:
-    write_checkpoint(tmp_path / "checkpoint")
+def compiling(build: subprocess.Popen[str], out: Path) -> bool:
+    return bool(list(out.glob("x.bundle.partial-*/bundle")))
+
+
+def writing(build: subprocess.Popen[str], out: Path) -> bool:
+    return bool(list(out.glob("x.bundle.partial-*/bundle/params/*/*")))
+
+
+@pytest.mark.parametrize(("reached", "before"), [(loading_or_compiling, ""), (compiling, ""), (writing, WRITING)])
+def test_ctrl_c_leaves_what_was_there(tmp_path: Path, reached: object, before: str) -> None:
+    write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=16)     # seconds, so that nobody comes too late
     out = tmp_path / "out"
     write_bundle(out / "x.bundle")
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    build = subprocess.Popen([sys.executable, "-m", "relaxpack", "build", tmp_path / "checkpoint", "-o", out / "x.bundle",
-                              "--force"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    found = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    build = subprocess.Popen([sys.executable, "-c", before + COMMAND, "build", tmp_path / "checkpoint", "-o",
+                              out / "x.bundle", "--force"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                              env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
-    deadline = time.monotonic() + 240
-    while not reached(stage, build, out):
-        assert build.poll() is None and time.monotonic() < deadline, build.communicate()
-        time.sleep(0.01)
+    eventually(lambda: build.poll() is not None or reached(build, out), "the stage", 300)
     build.send_signal(signal.SIGINT)
-    _, errors = build.communicate(timeout=240)
+    _, errors = build.communicate(timeout=300)
     assert build.returncode == 130 and errors.strip().splitlines()[-1] == "relaxpack: interrupted", errors
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == found
