@@ -85,11 +85,11 @@ def served_bundle(bundle: str, options: Sequence[str] = ()) -> Iterator[str]:
                                stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     said: list[str] = []
+    drain = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
     try:
         for line in process.stderr:
             said.append(line)
             if found := _URL.search(line):
-                drain = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
                 drain.start()       # or the server stands still once the pipe is full
                 yield found[1]
                 break
@@ -97,5 +97,11 @@ def served_bundle(bundle: str, options: Sequence[str] = ()) -> Iterator[str]:
             raise EnvironmentProblem(f"the server did not start: {' '.join(''.join(said).split())[-500:]}")
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if drain.ident is not None:     # it reads to the end of what the server said
+            drain.join()
         process.stderr.close()
