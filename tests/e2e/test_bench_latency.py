@@ -9,7 +9,7 @@ import sys
 
 def run(*arguments):
     done = subprocess.run([sys.executable, "-m", "relaxpack", "bench", *map(str, arguments)], capture_output=True, text=True,
-                          timeout=120)
+                          timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -53,7 +53,7 @@ def test_a_fork_is_told_and_does_not_wait_forever(tiny_bundle):
             "        except EnvironmentProblem as error: os._exit(42 if 'spawn' in str(error) else 1)\n"
             "        os._exit(0)\n"
             "    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42\n")
-    done = subprocess.run([sys.executable, "-c", code, tiny_bundle], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", code, tiny_bundle], capture_output=True, text=True, timeout=300,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,9 @@ import openai
 import pydantic
 import pytest
 
+from tests.helpers.waiting import eventually
+
+PATIENCE = 300      # seconds for an answer of the real model, which a busy machine makes slowly
 KEY = "test-key"
 QUESTION = [{"role": "user", "content": "What is a compiler?"}]
 SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 0,
@@ -37,6 +39,7 @@ class Served:
     process: subprocess.Popen[str]
     url: str
     log: list[str]
+    reader: threading.Thread
 
 
 def serve(bundle: Path, *options: str) -> Served:
@@ -50,14 +53,23 @@ def serve(bundle: Path, *options: str) -> Served:
         log.append(line)
         found = re.search(r"at (http://[\d.:]+)/v1", line)
         if found:
-            threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True).start()
-            return Served(process, found[1], log)
+            reader = threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True)
+            reader.start()
+            return Served(process, found[1], log, reader)
+    process.wait()
+    process.stderr.close()
     raise AssertionError("".join(log))
 
 
 def stop(served: Served) -> int:
     served.process.send_signal(signal.SIGTERM)
-    code = served.process.wait(timeout=60)
+    return exit_code(served)
+
+
+def exit_code(served: Served) -> int:
+    """Once it has ended, and all it said is in the log."""
+    code = served.process.wait(timeout=PATIENCE)
+    served.reader.join()
     assert served.process.stderr is not None
     served.process.stderr.close()
     return code
@@ -79,14 +91,14 @@ def served(smollm2_bundle: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0, timeout=60) as session:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE) as session:
         yield session
 
 
 @pytest.fixture(scope="module")
 def hub(served: Served) -> Any:
     library = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed (group reference)")
-    return library.InferenceClient(base_url=f"{served.url}/v1", api_key=KEY, timeout=60)
+    return library.InferenceClient(base_url=f"{served.url}/v1", api_key=KEY, timeout=PATIENCE)
 
 
 def chat(client: openai.OpenAI, **body: object) -> openai.types.chat.ChatCompletion:
@@ -154,13 +166,11 @@ class TestOpenAI:
             next(iter(stream))
         stream.close()
         headers = {"Authorization": f"Bearer {KEY}"}
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            metrics = httpx.get(f"{served.url}/metrics", headers=headers).text
-            if 'relaxpack_pages_held{model="smol"} 0.0' in metrics and 'reason="abort"' in metrics:
-                return
-            time.sleep(0.1)
-        pytest.fail("the abandoned request still runs")
+
+        def over():
+            metrics = httpx.get(f"{served.url}/metrics", headers=headers, timeout=PATIENCE).text
+            return 'relaxpack_pages_held{model="smol"} 0.0' in metrics and 'reason="abort"' in metrics
+        eventually(over, "the end of the abandoned request", PATIENCE)
 
 
 class TestHuggingFace:
@@ -186,43 +196,35 @@ class TestHuggingFace:
 
 def test_relaxpack_chat_talks_to_it(served):
     done = subprocess.run([sys.executable, "-m", "relaxpack", "chat", served.url, "--temperature", "0", "--max-tokens", "8"],
-                          input="hello\n", capture_output=True, text=True, timeout=60,
+                          input="hello\n", capture_output=True, text=True, timeout=PATIENCE,
                           env={**os.environ, "RELAXPACK_API_KEY": KEY})
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
 def test_sigterm_lets_an_answer_finish_and_keeps_the_prefixes(smollm2_bundle, tmp_path):
     """A stream that runs when the signal comes ends as it would have; the next server starts with the cached prefix."""
-    first = serve(smollm2_bundle, "--prefix-store", str(tmp_path))
+    first = serve(smollm2_bundle, "--prefix-store", str(tmp_path), "--drain-timeout", str(PATIENCE))
     words = "Tell me about compilers, interpreters and linkers. " * 12
     body = {"model": None, "messages": [{"role": "user", "content": words}], "max_tokens": 60, "temperature": 0,
             "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
     headers = {"Authorization": f"Bearer {KEY}"}
-    with httpx.stream("POST", f"{first.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as response:
+    with httpx.stream("POST", f"{first.url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
         first.process.send_signal(signal.SIGTERM)
         events = [line for line in lines if line]
     assert events[-1] == "data: [DONE]" and json.loads(events[-2][6:])["usage"]["completion_tokens"] == 60
-    assert stop_code(first) == 0 and any("pages saved" in line for line in first.log)
+    assert exit_code(first) == 0 and any("pages saved" in line for line in first.log)
     second = serve(smollm2_bundle, "--prefix-store", str(tmp_path))
     again = {**body, "stream": False, "stream_options": None, "max_tokens": 1}
-    answer = httpx.post(f"{second.url}/v1/chat/completions", json=again, headers=headers, timeout=60).json()
+    answer = httpx.post(f"{second.url}/v1/chat/completions", json=again, headers=headers, timeout=PATIENCE).json()
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
     assert stop(second) == 0
-
-
-def stop_code(served: Served) -> int:
-    code = served.process.wait(timeout=60)
-    time.sleep(0.2)     # the log is read by a thread
-    assert served.process.stderr is not None
-    served.process.stderr.close()
-    return code
 
 
 def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(served, tmp_path):
     (tmp_path / "x.bundle").mkdir()
     port = served.url.rpartition(":")[2]
     done = subprocess.run([sys.executable, "-m", "relaxpack", "serve", str(tmp_path / "x.bundle"), "--port", port],
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 6 and f"port {port}" in done.stderr and "--port" in done.stderr

@@ -124,10 +124,13 @@ class EmulatedModule:
         CACHE.mkdir(exist_ok=True)
         library = CACHE / f"{key}.so"
         if not library.exists():
-            cc = CACHE / f"{key}.cc"
-            cc.write_text(text)
-            subprocess.run(["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-mf16c", "-mavx2", "-fPIC", "-shared",
-                            "-w", f"-I{HERE}", cc, HERE / "cuda_emulator.cc", "-o", library], check=True)
+            # Beside its place and then renamed: another test process may look for it, and this one may be killed.
+            with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+                cc, made = Path(folder) / "kernels.cc", Path(folder) / "kernels.so"
+                cc.write_text(text)
+                subprocess.run(["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-mf16c", "-mavx2", "-fPIC", "-shared",
+                                "-w", f"-I{HERE}", cc, HERE / "cuda_emulator.cc", "-o", made], check=True)
+                made.replace(library)
         self._library = ctypes.CDLL(str(library))
 
     def run(self, kernel: str, grid: tuple[int, ...], threads: int, **arguments: Any) -> None:

@@ -35,7 +35,7 @@ def tracked() -> list[Path]:
 def loaded_by(code: str) -> set[str]:
     """Modules in a fresh interpreter after running `code`."""
     done = subprocess.run([sys.executable, "-c", f"import sys\n{code}\nprint('\\n'.join(sys.modules))"], cwd=ROOT,
-                          check=True, capture_output=True, text=True, timeout=120)
+                          check=True, capture_output=True, text=True, timeout=300)
     return set(done.stdout.splitlines())
 
 

@@ -34,7 +34,7 @@ def importlib_spec(name):
 
 
 def python(code, **options):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, **options)
 
 
 def test_help_imports_neither_tvm_nor_numpy():
@@ -117,7 +117,7 @@ def test_what_the_machine_refuses_is_one_line(command, capfd, error, words):
 def test_closed_and_full_and_narrow_outputs():
     """Standard output may be closed, on a full disk, or in an encoding that lacks most characters."""
     def shell(line, **environment):
-        return subprocess.run(line, shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=60,
+        return subprocess.run(line, shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=300,
                               env={**os.environ, "PYTHONPATH": ":".join(sys.path), **environment})
     done = shell(f"{sys.executable} -m relaxpack --help >&-")
     assert (done.returncode, done.stderr) == (0, "")
@@ -141,5 +141,5 @@ def test_broken_pipe_is_quiet():
             "c.COMMANDS['f'] = c.LazyCommand('m:f', ''); sys.exit(c.run(['f']))")
     done = subprocess.run(f"{sys.executable} -c \"$CODE\" | head -c 10; echo ${{PIPESTATUS[0]}}", shell=True,
                           executable="/bin/bash", env={"CODE": code, "PYTHONPATH": ":".join(sys.path)},
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=300)
     assert done.stderr == "" and done.stdout == "x" * 10 + "1\n"
