@@ -1,4 +1,4 @@
-"""The store on SQLite and on PostgreSQL: the same answers, concurrent writers, SIGKILL, damage and other people's databases."""
+"""The store on SQLite and on PostgreSQL: the same answers, concurrent writers, SIGKILL, damage, foreign databases."""
 
 from __future__ import annotations
 
