@@ -75,14 +75,14 @@ def _copy(destination: int, source: int, size: int, kind: int, what: str) -> Non
                                      kind, ctypes.c_void_p(0)), what)
 
 
-def upload(tensor: Any, pinned: PinnedArray, size: int, offset: int = 0) -> None:
-    """Start copying the first `size` bytes of pinned memory to a device tensor, to byte `offset` of it on."""
-    _copy(tensor.data_ptr() + offset, pinned.pointer, size, _TO_DEVICE, "copying to the device")
+def upload(tensor: Any, pinned: PinnedArray, size: int, offset: int = 0, at: int = 0) -> None:
+    """Start copying `size` bytes of pinned memory, from byte `at` on, to a device tensor, to byte `offset` of it on."""
+    _copy(tensor.data_ptr() + offset, pinned.pointer + at, size, _TO_DEVICE, "copying to the device")
 
 
-def download(pinned: PinnedArray, tensor: Any, size: int, offset: int = 0) -> None:
-    """Start copying `size` bytes of a device tensor, from byte `offset` on, to pinned memory."""
-    _copy(pinned.pointer, tensor.data_ptr() + offset, size, _TO_HOST, "copying from the device")
+def download(pinned: PinnedArray, tensor: Any, size: int, offset: int = 0, at: int = 0) -> None:
+    """Start copying `size` bytes of a device tensor, from byte `offset` on, to pinned memory, to byte `at` of it on."""
+    _copy(pinned.pointer + at, tensor.data_ptr() + offset, size, _TO_HOST, "copying from the device")
 
 
 def copy_tensor(destination: Any, source: Any, size: int) -> None:

@@ -23,6 +23,7 @@ import tvm
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime import cuda_memory, step_inputs
 from relaxpack.runtime.device_plan import Comparison, DevicePlan, granted
+from relaxpack.runtime.cuda_pages import PageTransfer
 from relaxpack.runtime.device_view import view
 from relaxpack.runtime.kv_cache.storage import DEVICE_SHARE, choose_num_pages, page_bytes, page_shape
 from relaxpack.runtime.step_inputs import Arrays, InputLayout
@@ -167,6 +168,13 @@ class CudaModelRunner:
     def compare_plan(self) -> Comparison:
         """After `warm_up`: what was planned for the start against what the driver says."""
         return Comparison(self.plan.at_start, self._free_before - cuda_memory.free_and_total()[0])
+
+    def read_pages(self, page_ids: Sequence[int]) -> np.ndarray:
+        """Copies of pages, [n, layers, 2, kv_heads, page_size, head_dim]; 16-bit numbers as their bits."""
+        return PageTransfer(self._pages, self.info, self.num_pages).read(page_ids)
+
+    def write_pages(self, page_ids: Sequence[int], pages: np.ndarray) -> None:
+        PageTransfer(self._pages, self.info, self.num_pages).write(page_ids, pages)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
