@@ -55,6 +55,7 @@ class CapturedModel:
     final: Any
     limits: BuildLimits
     buckets: dict[str, tuple[int, ...]]
+    functions: tuple[str, ...] = ("prefill", "decode")
 
     @property
     def info(self) -> ModelInfo:
@@ -64,10 +65,10 @@ class CapturedModel:
                          limits.prefill_chunk, None, (END,), False)
 
 
-def build(folder: Path, limits: BuildLimits, buckets: dict[str, tuple[int, ...]]) -> CapturedModel:
+def build(folder: Path, limits: BuildLimits, buckets: dict[str, tuple[int, ...]], embed: bool = False) -> CapturedModel:
     graph_stand_ins.install()
     target = tvm.target.Target({"kind": "llvm"})
-    mod = export_model(CONFIG, limits, "float32", "float32", device_sampling=True)
+    mod = export_model(CONFIG, limits, "float32", "float32", device_sampling=True, embed=embed)
     config = PipelineConfig(decode_buckets=buckets["decode"], prefill_buckets=buckets["prefill"], cuda_graph=True)
     seen: dict[str, tvm.IRModule] = {}
     final = run_phases(mod, target, phases(PlainKernels(), attention_spec(CONFIG, limits, "float32", "float32"), F32(),
@@ -80,7 +81,8 @@ def build(folder: Path, limits: BuildLimits, buckets: dict[str, tuple[int, ...]]
     variables = func.params[num_inputs(func):]
     parameters = [tvm.runtime.tensor((rng.standard_normal([int(d) for d in v.ty.shape]) * 0.3
                                       + ("norm" in v.name)).astype(np.float32)) for v in variables]
-    return CapturedModel(path, parameters, [v.name for v in variables], final, limits, buckets)
+    return CapturedModel(path, parameters, [v.name for v in variables], final, limits, buckets,
+                         ("prefill", "decode", *(["embed"] if embed else [])))
 
 
 class _HostArray:
@@ -128,4 +130,5 @@ def runner(model: CapturedModel, graphs: bool = True, parameters: list[Any] | No
     """The GPU's runner over a model on this CPU; call `host_memory` before."""
     log = graph_stand_ins.install()      # fresh caches: a library finds its builtins when it is opened
     library = Library(model.path, tvm.cpu(), model.parameters if parameters is None else parameters, graphs)
-    return CudaModelRunner(library, model.info, tvm.cpu(), model.buckets, num_pages, **options), log
+    return CudaModelRunner(library, model.info, tvm.cpu(), model.buckets, num_pages,
+                           functions=model.functions, **options), log
