@@ -24,6 +24,8 @@ from relaxpack.relax_models.contents import (
     TensorSource,
     TokenizerAssets,
 )
+from relaxpack.relax_models.fp8_import import read_quantization
+from relaxpack.relax_models.fp8_tensors import Fp8Tensors
 from relaxpack.relax_models.generation_import import read_generation_config, token_ids
 from relaxpack.relax_models.gguf_file import GgufFile
 from relaxpack.relax_models.gguf_tokenizer import read_gguf_tokenizer
@@ -100,7 +102,9 @@ def _open_folder(folder: Path, ignore_keys: tuple[str, ...]) -> Checkpoint:
     config_data = read_object(folder / "config.json")
     reader = KeyReader("config.json", config_data, audit, ignore_keys)
     family = families.find_family(reader)  # first: a checkpoint of another kind may lack everything else
-    tensors = SafetensorsFolder(folder)
+    files = SafetensorsFolder(folder)
+    scheme = read_quantization(reader)
+    tensors = files if scheme is None else Fp8Tensors(files, scheme)
     config, tie_stated = families.read_config(reader, family)
     ends, bos = token_ids(reader, "eos_token_id"), reader.integer("bos_token_id", None)
     reader.finish()
@@ -109,14 +113,14 @@ def _open_folder(folder: Path, ignore_keys: tuple[str, ...]) -> Checkpoint:
     assets = read_tokenizer(folder, KeyReader(
         TOKENIZER_CONFIG, read_object(folder / TOKENIZER_CONFIG, required=False), audit, ignore_keys),
         [*ends, *more_ends], bos, config.vocab_size)
-    if tensors.extra_tensors:
-        audit.warn(f"not named by the index, so not read: {', '.join(tensors.extra_tensors[:8])}"
-                   f"{' ...' if len(tensors.extra_tensors) > 8 else ''}")
+    if files.extra_tensors:
+        audit.warn(f"not named by the index, so not read: {', '.join(files.extra_tensors[:8])}"
+                   f"{' ...' if len(files.extra_tensors) > 8 else ''}")
     infos = {name: info for name, info in tensors.infos().items() if not _is_buffer(name)}
     config = _resolve_tying(config, tie_stated, infos, tensors, audit)
     _account(config, infos, folder.name)
     _check_token_ids(assets, config)
-    source = CheckpointSource(folder.resolve().name, "huggingface", tensors.bytes, tuple(tensors.files))
+    source = CheckpointSource(folder.resolve().name, "huggingface", files.bytes, tuple(files.files))
     return Checkpoint(config, audit, infos, assets, generation, source, tensors)
 
 

@@ -102,11 +102,6 @@ def read_config(config: KeyReader, family: Family) -> tuple[ModelConfig, bool]:
     for key in ("is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder", "cross_attention_hidden_size",
                 "rope_interleaved"):
         config.require(key, (False,), "another computation")
-    if "quantization_config" in config:
-        method = config.data["quantization_config"]
-        method = method.get("quant_method", method) if isinstance(method, dict) else method
-        raise ConfigError(f"{config.file}: quantization_config = {shorten(method)} is not supported; give the "
-                          "unquantised checkpoint or a GGUF file")
     model = ModelConfig(
         architecture=family.name, hidden_size=hidden, intermediate_size=config.integer("intermediate_size"),
         num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,

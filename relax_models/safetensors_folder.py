@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,19 +82,28 @@ class SafetensorsFolder:
     def bytes(self) -> int:
         return sum((self.folder / file).stat().st_size for file in self.files)
 
-    def infos(self) -> dict[str, TensorInfo]:
+    def stored(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """name -> dtype (as safetensors calls it) and shape, of every tensor that counts."""
+        return {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
+
+    def infos(self, names: Iterable[str] | None = None) -> dict[str, TensorInfo]:
+        """Of these tensors, or of all. Raises CheckpointError for a dtype that is not a plain float."""
         infos = {}
-        for name, entry in self._entries.items():
+        for name in self._entries if names is None else names:
+            entry = self._entries[name]
             if entry.dtype not in _DTYPES:
+                hint = ("config.json has no quantization_config that says how fp8 weights are scaled"
+                        if entry.dtype == "F8_E4M3" else "for quantised weights give an fp8 checkpoint or a GGUF file")
                 raise CheckpointError(f"{entry.file}: {name} is stored as {entry.dtype}; supported: "
-                                      f"{', '.join(_DTYPES)} (for quantised weights give a GGUF file)")
+                                      f"{', '.join(_DTYPES)} ({hint})")
             infos[name] = TensorInfo(name, entry.shape, FORMATS[_DTYPES[entry.dtype][0]])
         return infos
 
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def _bytes_of(self, name: str) -> np.ndarray:
+    def bytes_of(self, name: str) -> np.ndarray:
+        """A tensor's bytes as uint8, a read-only view of the mapped file."""
         entry = self._entries[name]
         if entry.file not in self._maps:
             with open(self.folder / entry.file, "rb") as handle:
@@ -103,13 +113,13 @@ class SafetensorsFolder:
     def read(self, name: str) -> np.ndarray:
         """A read-only view of the mapped file, or a copy where the file is not aligned for its dtype."""
         entry = self._entries[name]
-        data = self._bytes_of(name).view(_DTYPES[entry.dtype][1]).reshape(entry.shape)
+        data = self.bytes_of(name).view(_DTYPES[entry.dtype][1]).reshape(entry.shape)
         return data if data.flags.aligned else data.copy()
 
     def same_bytes(self, one: str, other: str) -> bool:
         """Equal dtype, shape and bytes."""
         a, b = self._entries[one], self._entries[other]
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and equal_in_chunks(self._bytes_of(one), self._bytes_of(other))
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and equal_in_chunks(self.bytes_of(one), self.bytes_of(other))
 
 
 def equal_in_chunks(one: np.ndarray, other: np.ndarray, chunk: int = 1 << 24) -> bool:

@@ -18,7 +18,7 @@ from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
 if TYPE_CHECKING:
     from relaxpack.relax_models.checkpoint import Checkpoint
 
-WEIGHTS = ("as-is", "q4", "q8", "f16", "bf16", "f32")
+WEIGHTS = ("as-is", "q4", "q8", "fp8", "f16", "bf16", "f32")
 Weight = np.ndarray | QuantizedTensor
 
 
@@ -39,10 +39,10 @@ def choose_formats(checkpoint: Checkpoint, weights: str, activation_dtype: str =
 def _choose(name: str, shape: tuple[int, ...], stored: WeightFormat, weights: str) -> WeightFormat:
     if weights == "as-is":
         return stored
-    if weights in FORMATS:
+    if weights not in WEIGHT_CHOICES:
         return FORMATS[weights]
     table = name in ("model.embed_tokens.weight", "lm_head.weight")
-    wanted = WEIGHT_CHOICES["q8" if weights == "q8" or table else "q4"]
+    wanted = WEIGHT_CHOICES["q8" if table and weights == "q4" else weights]
     if stored.quantized and (stored.bits == wanted.bits or stored.bits < wanted.bits):
         return stored
     return wanted if shape[1] % wanted.group_size == 0 else FORMATS["f16"]

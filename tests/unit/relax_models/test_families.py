@@ -103,7 +103,6 @@ def test_windows(family: str, changes: dict[str, Any], windows: tuple[int | None
     ("llama", {"num_attention_heads": 5}, ["num_attention_heads = 5", "head_dim"]),
     ("llama", {"num_attention_heads": 8, "num_key_value_heads": 3}, ["8", "3", "multiple"]),
     ("llama", {"rms_norm_eps": 2.0}, ["epsilon", "2.0"]),
-    ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq", "GGUF"]),
     ("llama", {"rope_interleaved": True}, ["rope_interleaved", "True"]),
     ("llama", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping = 50.0", "--ignore-config-key"]),
     ("mistral", {"attention_bias": True}, ["attention_bias", "True"]),

@@ -1,0 +1,114 @@
+"""`quantization_config` of Hugging Face folders: schemes with fp8 weights are read, all others refused by name.
+
+Only weights are taken. Schemes that also quantise activations are run with float activations, which the audit says.
+The tensors are `fp8_tensors.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relaxpack.errors import ConfigError
+from relaxpack.relax_models.audit import KeyReader, shorten
+from relaxpack.weight_format import BLOCK
+
+KEY = "quantization_config"
+_WEIGHTS_ONLY = "only the weights are taken: activations are not quantised"
+_BY_TENSOR = "which weights are fp8 is read from the tensors"
+
+
+@dataclass(frozen=True)
+class Fp8Scheme:
+    """`block`: rows and columns that share a scale; None: one scale per tensor or per row, as its shape says."""
+
+    block: tuple[int, int] | None = None
+
+
+def read_quantization(config: KeyReader) -> Fp8Scheme | None:
+    """What the key `quantization_config` says; None without it. Raises ConfigError for every scheme but fp8 weights."""
+    if KEY not in config:
+        config.ignore(KEY, "null")
+        return None
+    data = config.data[KEY]
+    method = data.get("quant_method", data) if isinstance(data, dict) else data
+    if method not in ("fp8", "compressed-tensors"):
+        raise ConfigError(f"{config.file}: {KEY} = {shorten(method)} is not supported; supported: fp8, and the fp8 schemes "
+                          "of compressed-tensors. Give such a checkpoint, the unquantised one, or a GGUF file")
+    config.take(KEY)
+    keys = _inner(config, data, "")
+    keys.take("quant_method")
+    scheme = _fine_grained(keys) if method == "fp8" else _compressed(keys)
+    keys.finish()
+    return scheme
+
+
+def _inner(outer: KeyReader, data: dict[str, object], path: str) -> KeyReader:
+    return KeyReader(outer.file, data, outer.audit, outer.allowed, f"{KEY}.{path}")
+
+
+def _fine_grained(keys: KeyReader) -> Fp8Scheme:
+    """`quant_method` fp8: blocks where `weight_block_size` is given, else as the scales' shapes say."""
+    keys.require("fmt", ("e4m3",), "the format of the weights")
+    keys.require("scale_fmt", ("float", "ue8m0"), "the format of the scales")
+    keys.require("is_checkpoint_fp8_serialized", (True,), "weights are quantised on the way in with --weights fp8")
+    keys.ignore("activation_scheme", _WEIGHTS_ONLY)
+    keys.ignore("kv_cache_scheme", "keys and values are kept in --kv-dtype")
+    for key in ("modules_to_not_convert", "ignored_layers", "modules_to_convert"):
+        keys.ignore(key, _BY_TENSOR)
+    keys.ignore("dequantize", "how another program loads it")
+    return Fp8Scheme(_block(keys, "weight_block_size"))
+
+
+def _compressed(keys: KeyReader) -> Fp8Scheme:
+    keys.require("format", ("float-quantized",), "of compressed-tensors, fp8 weights are read")
+    keys.require("quantization_status", ("compressed",), "what is stored must be fp8")
+    for key in ("transform_config", "sparsity_config"):
+        value = keys.take(key, None, dict)
+        if value and value.get("format", "") != "dense":
+            raise ConfigError(f"{keys.file}: {keys.prefix}{key} = {shorten(value)} is not supported: weights must be stored "
+                              "dense and as the model multiplies with them")
+    for key in ("ignore", "targets"):
+        keys.ignore(key, _BY_TENSOR)
+    keys.ignore("kv_cache_scheme", "keys and values are kept in --kv-dtype")
+    for key in ("global_compression_ratio", "version"):
+        keys.ignore(key, "describes the file")
+    blocks = set()
+    for name, group in keys.take("config_groups", kind=dict).items():
+        if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+            raise ConfigError(f"{keys.file}: {keys.prefix}config_groups.{name} describes no weights: {shorten(group)}")
+        blocks.add(_group(_inner(keys, group, f"config_groups.{name}.")))
+    blocks.discard(None)
+    if len(blocks) > 1:
+        raise ConfigError(f"{keys.file}: {keys.prefix}config_groups have different blocks: {sorted(blocks)}")  # type: ignore[type-var]
+    return Fp8Scheme(blocks.pop() if blocks else None)
+
+
+def _group(group: KeyReader) -> tuple[int, int] | None:
+    group.require("format", ("float-quantized",), "of compressed-tensors, fp8 weights are read")
+    group.ignore("targets", _BY_TENSOR)
+    for key in ("input_activations", "output_activations"):
+        group.ignore(key, _WEIGHTS_ONLY)
+    weights = _inner(group, group.take("weights"), group.prefix.removeprefix(f"{KEY}.") + "weights.")
+    group.finish()
+    weights.require("num_bits", (8,), "fp8 weights are read")
+    weights.require("type", ("float",), "fp8 weights are read")
+    weights.require("symmetric", (True,), "fp8 has no zero points")
+    weights.require("dynamic", (False,), "weights have stored scales")
+    weights.require("strategy", ("tensor", "channel", "block"), "how far a scale reaches")
+    for key in ("group_size", "actorder"):
+        weights.ignore(key, "not part of tensor, channel and block scales")
+    for key in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
+        weights.ignore(key, "how the weights were quantised, or how they are stored, which the tensors say")
+    block = _block(weights, "block_structure")
+    weights.finish()
+    return block
+
+
+def _block(keys: KeyReader, key: str) -> tuple[int, int] | None:
+    value = keys.take(key, None, list)
+    if value is None:
+        return None
+    if len(value) != 2 or any(type(n) is not int or n < 1 for n in value) or value[1] % BLOCK:
+        raise ConfigError(f"{keys.file}: {keys.prefix}{key} = {shorten(value)} is not supported; supported: [rows, columns] "
+                          f"with columns a multiple of {BLOCK}")
+    return value[0], value[1]
