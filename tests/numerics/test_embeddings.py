@@ -17,6 +17,7 @@ from relaxpack.errors import RequestError, UsageError
 from relaxpack.explain import explanation
 from relaxpack.llm import LLM
 from relaxpack.relax_models.checkpoint import open_checkpoint
+from relaxpack.schedules.cuda_compile import check_library
 from tests.helpers.tiny_checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.reference.numpy_decoder import hidden_states
 
@@ -115,3 +116,14 @@ def test_without_generation_the_head_is_gone(built: Built) -> None:
 def test_a_kind_of_embeddings_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="none, also, only"):
         build_bundle(write_checkpoint(tmp_path / "x"), tmp_path / "y", options=BuildOptions(embeddings="maybe"))
+
+
+def test_a_gpu_target_is_machine_code_by_rules_of_ours(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", dtype="bfloat16", num_hidden_layers=1)
+    report = build_bundle(folder, tmp_path / "x.bundle", "cuda:sm_90a", BuildOptions(
+        max_context=32, max_batch=1, prefill_chunk=16, embeddings="only"))
+    bundle = Bundle.open(report.path)
+    [entry] = bundle.manifest.targets
+    check_library(bundle.path(entry.library))
+    assert entry.functions == ("embed",) and not entry.buckets and set(entry.kernels) == {"rule", "host"}
+    assert not any("lm_head" in name for name in entry.param_order)
