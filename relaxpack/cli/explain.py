@@ -111,9 +111,20 @@ def _print(what: dict[str, Any]) -> None:
         out.print(f"All functions share {human_bytes(memory['arena_bytes'])}, "
                   f"{memory['arena_bytes'] / memory['live_bytes']:.3f} of the lower bound; checked: no two live tensors "
                   "overlap")
+    _print_tuning(what["tuning"], out)
     if what["not_ours"]:
         out.print("Not covered by a kernel of ours: "
                   + ", ".join(f"{k['name']} ({k['source']})" for k in what["not_ours"]))
+
+
+def _print_tuning(tuning: dict[str, Any], out: Any) -> None:
+    """Records the build used, and why it did not use others of the same work."""
+    if tuning.get("used"):
+        out.print("Tuning records used: " + ", ".join(f"{record[:16]} ({', '.join(kernels)})"
+                                                      for record, kernels in tuning["used"].items()))
+    if tuning.get("rejected"):
+        out.print(table("Tuning records not used", ("kernel", "rows", "record", "why"), [
+            (r["kernel"], str(r["bucket"] or ""), r["record"][:16], r["reason"]) for r in tuning["rejected"]]))
 
 
 def _print_pass(passes: list[dict[str, Any]], name: str, as_json: bool) -> None:

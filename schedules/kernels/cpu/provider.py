@@ -20,6 +20,7 @@ from relaxpack.kernel_spec import (
     Stage,
     WeightLayout,
 )
+from relaxpack.schedules.tuning.tuned import TunedKernels
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
 
@@ -37,14 +38,20 @@ Spec = LinearSpec | EmbeddingSpec | NormSpec | AttentionSpec
 
 
 class CpuKernels:
-    """`KernelProvider` for a CPU target. Equal specs give the very same Kernel."""
+    """`KernelProvider` for a CPU target. Equal specs give the very same Kernel. `tuned` knows better parameters than the
+    rule's for some of them."""
 
-    def __init__(self, target: TargetSpec) -> None:
+    def __init__(self, target: TargetSpec, tuned: TunedKernels | None = None) -> None:
         if target.kind != "cpu":
             raise CompileError(f"target {target.name} is not a CPU")
         self.target = target
         self.isa = Isa.of(target)
+        self._tuned = tuned
         self._kernels: dict[tuple[str, Spec], Kernel] = {}
+
+    def asked(self) -> list[tuple[str, Spec, Kernel]]:
+        """The questions so far: operation, spec and answer."""
+        return [(operation, spec, kernel) for (operation, spec), kernel in self._kernels.items()]
 
     def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
         return layout.weight_layout(weight, out_features, in_features, swiglu)
@@ -112,8 +119,9 @@ class CpuKernels:
             unique, count = name, 2
             while unique in taken:
                 unique, count = f"{name}_v{count}", count + 1
-            stage = Stage(make(), unique, inputs, outputs, inplace, overwrites)
-            self._kernels[key] = Kernel((stage,), f"rule:cpu.{operation}")
+            found = self._tuned.kernel(operation, spec, unique) if self._tuned is not None else None
+            func, source = found or (make(), f"rule:cpu.{operation}")
+            self._kernels[key] = Kernel((Stage(func, unique, inputs, outputs, inplace, overwrites),), source)
         return self._kernels[key]
 
 

@@ -1,0 +1,164 @@
+"""`relaxpack tune`: search for faster schedules and keep them in a database."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from relaxpack.cli.options import json_option
+from relaxpack.cli.show import print_json
+from relaxpack.errors import EnvironmentProblem, UsageError
+
+if TYPE_CHECKING:
+    from relaxpack.target import TargetSpec
+    from relaxpack.tuning.measure import Measurer
+    from relaxpack.tuning.session import Outcome
+    from relaxpack.tuning.tasks import Task
+
+
+@click.command(short_help="Search for faster schedules.")
+@click.argument("model")
+@click.option("--target", default="cpu", show_default=True, help="cpu (this one), cuda (the GPU here), or one by name.")
+@click.option("--db", "location", metavar="LOCATION",
+              help="The database, a file or postgresql:// URL. Default: $RELAXPACK_TUNING_DB, or a file of this user's.")
+@click.option("--trials", default=256, show_default=True, type=click.IntRange(0), metavar="N",
+              help="Candidates to build and time in all; heavy tasks get more of them.")
+@click.option("--time", "minutes", type=click.FloatRange(0, min_open=True), metavar="MINUTES",
+              help="Stop after so long. The same command goes on later.")
+@click.option("--only", metavar="PATTERN", help="Kernels with this in their name; * matches anything.")
+@click.option("--bucket", "buckets", multiple=True, metavar="STEP",
+              help="Tune for this step: decode:ROWS or prefill:ROWS. Repeatable. Default: decode:1, decode with the "
+                   "largest batch, and a full prefill.")
+@click.option("--weights", default="as-is", show_default=True,
+              type=click.Choice(["as-is", "q4", "q8", "f16", "bf16", "f32"]), help="As for build.")
+@click.option("--max-batch", default=8, show_default=True, type=click.IntRange(1), help="As for build.")
+@click.option("--prefill-chunk", default=512, show_default=True, type=click.IntRange(1), help="As for build.")
+@click.option("--kv-dtype", type=click.Choice(["float16", "bfloat16", "float32"]), help="As for build.")
+@click.option("--tracker", metavar="HOST:PORT", help="Run candidates on the machines of this RPC tracker of TVM's.")
+@click.option("--key", metavar="KEY", help="Which of the tracker's machines.")
+@click.option("--log", "log_path", type=click.Path(path_type=Path, dir_okay=False),
+              help="Where trials are noted, so that a stopped job can go on [default: beside the database].")
+@click.option("--again", is_flag=True, help="Search anew where a search is complete.")
+@click.option("--dry-run", is_flag=True, help="List the tasks, build nothing.")
+@json_option
+def tune(model: str, target: str, location: str | None, trials: int, minutes: float | None, only: str | None,
+         buckets: tuple[str, ...], tracker: str | None, key: str | None, log_path: Path | None, again: bool, dry_run: bool,
+         as_json: bool, **options: Any) -> None:
+    """Search for faster schedules of the kernels of MODEL on this machine (or those of a tracker), and store the winners.
+    A candidate counts only if its numbers are right, and replaces another only if it is faster beyond the noise.
+
+    \b
+    Examples:
+      relaxpack tune smollm2 --trials 400
+      relaxpack tune smollm2 --only decode --bucket decode:1 --time 10
+      relaxpack tune ./Llama-3.2-1B --tracker 10.0.0.5:9190 --key epyc
+      relaxpack build smollm2 -o smol.bundle --db ~/.local/share/relaxpack/tuning.sqlite
+    """
+    from relaxpack.compile import BuildOptions
+    from relaxpack.target import parse_target
+    from relaxpack.tuning.tasks import extract_tasks, parse_step
+
+    if (tracker is None) != (key is None):
+        raise UsageError("--tracker and --key belong together: --tracker HOST:PORT --key KEY")
+    steps = [parse_step(text) for text in buckets]
+    spec = parse_target(target)
+    tasks = extract_tasks(model, spec, BuildOptions(**options), steps, only)
+    if not tasks:
+        raise UsageError(f"nothing of {model} can be tuned for {spec.name} at these steps")
+    if dry_run:
+        return _list(tasks, as_json)
+    outcomes, where = _run(tasks, spec, location, tracker, key, log_path, again, trials, minutes, as_json)
+    if as_json:
+        print_json({"target": spec.name, "database": where, "tasks": [outcome.to_json() for outcome in outcomes]})
+
+
+def _run(tasks: Sequence[Task], spec: TargetSpec, location: str | None, tracker: str | None, key: str | None,
+         log_path: Path | None, again: bool, trials: int, minutes: float | None, as_json: bool) -> tuple[list[Outcome], str]:
+    from relaxpack.cli.tune_table import TuneTable
+    from relaxpack.dist.tuning.store import open_store
+    from relaxpack.env import tuning_database
+    from relaxpack.tuning.session import Limits, TuningSession
+    from relaxpack.tuning.trial_log import TrialLog
+
+    location = location or tuning_database()
+    measurer = _measurer(spec, tracker, key)
+    try:
+        target, compiler = _fingerprints(spec, measurer)
+        with open_store(location) as store:
+            log = TrialLog(log_path or _beside(location))
+            table = TuneTable(f"Tuning for {spec.name} into {store.location}", tasks, quiet=as_json)
+            limits = Limits(trials, minutes * 60 if minutes else float("inf"))
+            session = TuningSession(tasks, target, compiler, measurer, store, log, limits, table)
+            if again:
+                for task in tasks:
+                    log.forget(session.key(task))
+            before = signal.signal(signal.SIGTERM, _interrupt)      # ends the workers too
+            try:
+                with table:
+                    return session.run(), store.location
+            finally:
+                signal.signal(signal.SIGTERM, before)
+    finally:
+        measurer.close()
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _measurer(spec: TargetSpec, tracker: str | None, key: str | None) -> Measurer:
+    from relaxpack.tuning.measure import LocalMeasurer
+
+    if tracker is not None and key is not None:
+        from relaxpack.tuning.remote import RemoteMeasurer
+
+        return RemoteMeasurer(spec, tracker, key)
+    if spec.kind == "cuda":
+        from relaxpack.dist.host import cuda_driver
+
+        driver = cuda_driver()
+        if not driver.gpus:
+            raise EnvironmentProblem(f"tuning for {spec.name} times kernels on that GPU, and this machine has none "
+                                     f"({driver.problem or 'the driver shows none'}); run it there, or name machines "
+                                     "that have one with --tracker and --key")
+    else:
+        from relaxpack.target import host_cpu_features
+
+        if missing := sorted(set(spec.features) - set(host_cpu_features())):
+            raise EnvironmentProblem(f"tuning for {spec.name} times kernels here, and this CPU has no "
+                                     f"{', '.join(missing)}; name machines that have it with --tracker and --key")
+    return LocalMeasurer(spec)
+
+
+def _fingerprints(spec: TargetSpec, measurer: Measurer) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    from relaxpack.fingerprint import compiler_fingerprint, target_fingerprint
+
+    return target_fingerprint(spec), compiler_fingerprint(spec.kind)
+
+
+def _beside(location: str) -> Path:
+    """The log of trials: beside a file, in the default database's folder for a server."""
+    from relaxpack.dist.tuning.engine import is_postgresql
+    from relaxpack.env import tuning_database
+
+    if not is_postgresql(location):
+        return Path(location + ".trials.jsonl")
+    default = tuning_database()
+    return Path("tuning.trials.jsonl" if is_postgresql(default) else default + ".trials.jsonl")
+
+
+def _list(tasks: Sequence[Task], as_json: bool) -> None:
+    from relaxpack.cli.show import console, table
+
+    if as_json:
+        return print_json([{"task": task.name, "shape": task.shape, "weight": task.weight, "roofline_us": task.roofline_us,
+                            "choices": task.part.space.size() if task.part else None, "calls": task.calls}
+                           for task in tasks])
+    console().print(table("Tasks", ("task", "shape", "weight", "roofline, µs", "choices", "calls"), [
+        (task.name, task.shape, f"{task.weight:.1%}", f"{task.roofline_us:.1f}",
+         str(task.part.space.size()) if task.part else "search",
+         ", ".join(f"{count} in {step}" for step, count in task.calls.items())) for task in tasks]))

@@ -1,0 +1,48 @@
+"""From a workload and a choice to the PrimFunc that is compiled: the one place where a record becomes code, for the tuner,
+for a build, and for a verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from relaxpack.errors import TuningError
+from relaxpack.schedules.tuning.family import KernelFamily
+from relaxpack.target import TargetSpec
+from relaxpack.tuning.specs import family_and_spec
+from relaxpack.tuning_record import Workload
+
+
+@cache
+def families_for(target: TargetSpec) -> dict[str, KernelFamily]:
+    if target.kind == "cpu":
+        from relaxpack.schedules.kernels.cpu.isa import Isa
+        from relaxpack.schedules.tuning.cpu_spaces import families
+
+        return families(Isa.of(target))
+    from relaxpack.schedules.tuning.cuda_spaces import families as cuda_families
+
+    return cuda_families(target)
+
+
+def family_for(families: Mapping[str, KernelFamily], operation: str, spec: Any) -> KernelFamily | None:
+    """The family that answers a provider's question, or None where nothing may vary."""
+    if operation == "linear" and "cpu.linear_float" in families:
+        return families["cpu.linear_quantized" if spec.weight.quantized else "cpu.linear_float"]
+    return next((family for name, family in families.items() if name.partition(".")[2] == operation), None)
+
+
+def prim_func(workload: Workload, choice: Mapping[str, Any], target: TargetSpec) -> Any:
+    """The scheduled function. Raises TuningError (or what TVM raises for a trace) where the choice does not fit."""
+    if workload.kind == "primfunc":
+        from relaxpack.schedules.tuning.traces import scheduled
+
+        return scheduled(workload, choice, target)
+    name, spec = family_and_spec(workload)
+    if (family := families_for(target).get(name)) is None:
+        raise TuningError(f"workload {workload.name}: there is no kernel {name} for {target.name}")
+    if choice["kind"] != "parameters":
+        raise TuningError(f"workload {workload.name}: a {choice['kind']} does not fit the kernel {name}")
+    return family.make(spec, choice["parameters"])

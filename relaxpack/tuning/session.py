@@ -1,0 +1,264 @@
+"""`TuningSession`: the tasks of a job, one after the other, each: time the untuned kernel, search, check and time, let the
+best meet the incumbent in a duel, store the winner. Built from parts that can be replaced: a measurer, a store, a log.
+
+What a trial measures decides what is tried next; what is stored is decided by the duel alone, by the rule of noise.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from relaxpack import __version__
+from relaxpack.schedules.tuning.noise import MIN_PAIRS, Verdict, compare
+from relaxpack.schedules.tuning.search import Search
+from relaxpack.tuning.measure import Measurer
+from relaxpack.tuning.rounds import Rounds, machine_conditions
+from relaxpack.tuning.tasks import Task
+from relaxpack.tuning.trial_log import TrialLog
+from relaxpack.tuning.worker import CandidateFailed
+from relaxpack.tuning_record import Check, Facts, Origin, TuningRecord, digest
+
+FINALISTS = 3
+DUEL_ROUNDS = 15
+NEAR_ROOFLINE = 0.95     # of it: searching on cannot gain more than noise
+MIN_TRIALS = 8           # of a task, where its space has as many
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`trials` and `seconds` of the whole job. `trial_seconds`, `duel_seconds`: how long clean rounds are waited for."""
+
+    trials: int = 256
+    seconds: float = float("inf")
+    trial_seconds: float = 0.6
+    duel_seconds: float = 20.0
+    trial_rounds: int = 5
+
+
+@dataclass
+class Outcome:
+    """What a task came to. `state`: improved, kept, known, stopped, failed, busy."""
+
+    task: Task
+    state: str
+    why: str = ""
+    untuned_us: float | None = None
+    best_us: float | None = None
+    trials: int = 0
+    failed: int = 0
+    record: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"task": self.task.name, "shape": self.task.shape, "weight": self.task.weight, "state": self.state,
+                "why": self.why, "untuned_us": self.untuned_us, "best_us": self.best_us,
+                "roofline_us": self.task.roofline_us, "trials": self.trials, "failed": self.failed, "record": self.record}
+
+
+class Observer(Protocol):
+    def planned(self, budgets: Mapping[str, int]) -> None: ...
+    def started(self, task: Task) -> None: ...
+    def trial(self, outcome: Outcome, left: int) -> None: ...
+    def finished(self, outcome: Outcome) -> None: ...
+
+
+class Store(Protocol):
+    """The part of `relaxpack.dist.tuning.store.RecordStore` that tuning needs."""
+
+    def lookup(self, workload_hash: str, bucket: int | None, target_hash: str,
+               compiler_hash: str) -> TuningRecord | None: ...
+    def add(self, record: TuningRecord) -> bool: ...
+
+
+@dataclass
+class TuningSession:
+    tasks: Sequence[Task]
+    target: Facts
+    compiler: Facts
+    measurer: Measurer
+    store: Store
+    log: TrialLog
+    limits: Limits = field(default_factory=Limits)
+    observer: Observer | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    def run(self) -> list[Outcome]:
+        """Heaviest task first. Ctrl-C and a kill lose at most the trial that is running."""
+        end, outcomes = self.clock() + self.limits.seconds, []
+        budgets = shares(self.tasks, self.limits.trials)
+        if self.observer:
+            self.observer.planned(budgets)
+        for task in self.tasks:
+            if self.observer:
+                self.observer.started(task)
+            outcome = (Outcome(task, "stopped", "no time left") if self.clock() >= end
+                       else self._task(task, budgets[task.name], end))
+            outcomes.append(outcome)
+            if self.observer:
+                self.observer.finished(outcome)
+        return outcomes
+
+    def key(self, task: Task) -> dict[str, Any]:
+        return {"workload": task.workload.hash, "bucket": task.bucket, "target": dict(self.target),
+                "compiler": dict(self.compiler)}
+
+    def _task(self, task: Task, budget: int, end: float) -> Outcome:
+        outcome, key = Outcome(task, "failed"), self.key(task)
+        known = self.store.lookup(task.workload.hash, task.bucket, digest(self.target), digest(self.compiler))
+        history = self.log.history(key)
+        outcome.trials, outcome.failed = len(history.results), history.failures()
+        if history.done is not None and known is not None:
+            outcome.state, outcome.why, outcome.record = "known", history.done, known.id
+            outcome.untuned_us, outcome.best_us = known.baseline_us, known.median_us
+            return outcome
+        try:
+            return self._search(task, outcome, key, known, budget, end)
+        except CandidateFailed as error:
+            outcome.why = f"the untuned kernel: {error}"
+            return outcome
+
+    def _search(self, task: Task, outcome: Outcome, key: Mapping[str, Any], known: TuningRecord | None, budget: int,
+                end: float) -> Outcome:
+        rule: dict[str, Any] = {"kind": "parameters", "parameters": {}}
+        baseline, _ = self._measure(task, rule)
+        outcome.untuned_us = outcome.best_us = baseline
+        search = self._resumed(task, key, budget)
+        for _, tried in self.log.history(key).results:
+            outcome.best_us = min(outcome.best_us, tried) if tried is not None else outcome.best_us
+        near = False
+        while not (near := self._is_near(task, outcome)) and self.clock() < end:
+            parameters = search.propose()
+            if parameters is None:
+                break
+            try:
+                time_us, _ = self._measure(task, {"kind": "parameters", "parameters": parameters})
+                search.tell(parameters, time_us)
+                self.log.trial(key, parameters, time_us)
+                outcome.best_us = min(outcome.best_us, time_us)
+            except CandidateFailed as error:
+                search.tell(parameters, None)
+                self.log.trial(key, parameters, None, str(error))
+                outcome.failed += 1
+            outcome.trials += 1
+            if self.observer:
+                self.observer.trial(outcome, budget - outcome.trials)
+        finished = near or self.clock() < end
+        return self._decide(task, outcome, key, known, search.best(FINALISTS), finished)
+
+    @staticmethod
+    def _is_near(task: Task, outcome: Outcome) -> bool:
+        """Not before some trials: a bandwidth that was measured on a busy machine makes the roofline too slow."""
+        assert outcome.best_us is not None
+        return outcome.trials >= MIN_TRIALS and outcome.best_us <= task.roofline_us / NEAR_ROOFLINE
+
+    def _resumed(self, task: Task, key: Mapping[str, Any], budget: int) -> Search:
+        assert task.part is not None, task.name
+        search = Search(task.part.space, budget, SEED)
+        for parameters, time_us in self.log.history(key).results:
+            search.tell(parameters, time_us)
+        return search
+
+    def _measure(self, task: Task, choice: Mapping[str, Any]) -> tuple[float, Check]:
+        """Build, check, time: microseconds of a call, from clean rounds where there were any."""
+        library = self.measurer.build(task.workload, choice)
+        try:
+            checked = self._check(task, library)
+            rounds, = self.measurer.time([library], task.workload, task.bucket, SEED, self.limits.trial_rounds,
+                                         self.limits.trial_seconds)
+        finally:
+            self.measurer.discard(library)
+        return quick_time(rounds), checked
+
+    def _check(self, task: Task, library: str) -> Check:
+        worst, where = self.measurer.check(library, task.workload, task.bucket, SEED)
+        if not worst <= 1.0:
+            raise CandidateFailed(f"wrong numbers: {worst:.3g} times the allowed error ({where})")
+        return Check(SEED, worst, 1.0)
+
+    def _decide(self, task: Task, outcome: Outcome, key: Mapping[str, Any], known: TuningRecord | None,
+                finalists: Sequence[Mapping[str, Any]], finished: bool) -> Outcome:
+        """The duel: incumbent, rule and finalists in turn."""
+        rule: dict[str, Any] = {"kind": "parameters", "parameters": {}}
+        choices = [dict(known.choice) if known is not None else rule, rule,
+                   *({"kind": "parameters", "parameters": dict(p)} for p in finalists)]
+        libraries: list[str] = []
+        try:
+            checks = []
+            for choice in choices:
+                libraries.append(self.measurer.build(task.workload, choice))
+                checks.append(self._check(task, libraries[-1]))
+            rounds = self.measurer.time(libraries, task.workload, task.bucket, SEED, DUEL_ROUNDS, self.limits.duel_seconds)
+        finally:
+            for library in libraries:
+                self.measurer.discard(library)
+        kept = [one.kept() for one in rounds]
+        if len(kept[0]) < MIN_PAIRS:
+            outcome.state = "busy"
+            outcome.why = f"{len(kept[0])} undisturbed rounds, {MIN_PAIRS} needed: the machine is busy; run again to decide"
+            return outcome
+        winner, verdict = decide(kept)
+        outcome.untuned_us, outcome.best_us = statistics.median(kept[1]), statistics.median(kept[winner])
+        outcome.why = verdict.why if finalists else "nothing else was tried"
+        outcome.state = "improved" if winner else "kept"
+        if winner or known is None:
+            record = self._record(task, choices[winner], kept[winner], kept[1], checks[winner], rounds[winner], outcome)
+            self.store.add(record)
+            outcome.record = record.id
+        else:
+            outcome.record = known.id
+        if finished:
+            self.log.finish(key, f"{outcome.state}: {outcome.why}")
+        else:
+            outcome.state, outcome.why = "stopped", "no time left; run again to go on"
+        return outcome
+
+    def _record(self, task: Task, choice: Mapping[str, Any], times_us: Sequence[float], untuned: Sequence[float],
+                checked: Check, rounds: Rounds, outcome: Outcome) -> TuningRecord:
+        conditions = {"repeats": len(times_us), "rotated_bytes": rounds.rotated_bytes,
+                      "disturbed_rounds": len(rounds.times_us) - len(times_us), **self.measurer.conditions(),
+                      **machine_conditions()}
+        created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        origin = Origin(created, platform.node(), f"relaxpack {__version__}", outcome.trials)
+        return TuningRecord(task.workload, task.bucket, self.target, self.compiler, choice,
+                            tuple(round(t, 4) for t in times_us), conditions, checked, origin,
+                            baseline_us=round(statistics.median(untuned), 4))
+
+
+def decide(kept: Sequence[Sequence[float]]) -> tuple[int, Verdict]:
+    """Which one is used: 0, the incumbent, unless one from 2 on beats it by the rule of noise."""
+    verdicts = {index: compare(kept[index], kept[0]) for index in range(2, len(kept))}
+    winners = [index for index, verdict in verdicts.items() if verdict.wins]
+    if winners:
+        best = min(winners, key=lambda index: verdicts[index].ratio)
+        return best, verdicts[best]
+    closest = min(verdicts.values(), key=lambda verdict: verdict.ratio, default=Verdict(False, 1.0, 0.0, 0, ""))
+    return 0, closest
+
+
+def quick_time(rounds: Rounds) -> float:
+    """One number for the search. Without clean rounds the least disturbed one: other load only ever adds."""
+    kept = rounds.kept()
+    return statistics.median(kept) if len(kept) >= 3 else min(kept or rounds.times_us)
+
+
+def shares(tasks: Sequence[Task], trials: int) -> dict[str, int]:
+    """Trials by weight, at least MIN_TRIALS each, at most what there is to try; what that leaves goes to the others."""
+    sizes = {task.name: task.part.space.size() if task.part is not None else trials for task in tasks}
+    given = {task.name: min(sizes[task.name], MIN_TRIALS) for task in tasks}
+    open_tasks = [task for task in tasks if given[task.name] < sizes[task.name]]
+    left = trials - sum(given.values())
+    while left > 0 and open_tasks:
+        total = sum(task.weight for task in open_tasks) or 1.0
+        before = left
+        for task in open_tasks:
+            more = min(sizes[task.name] - given[task.name], max(1, round(before * task.weight / total)), left)
+            given[task.name] += more
+            left -= more
+        open_tasks = [task for task in open_tasks if given[task.name] < sizes[task.name]]
+    return given

@@ -1,0 +1,150 @@
+"""Which work of a model is worth tuning: its kernels at given numbers of rows, weighted by their share of a step.
+
+The passes run as for a build, without generating code. A step's time is predicted by the roofline, kernel by kernel;
+every step asked for (a function at a number of rows) counts the same.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from relaxpack.compile import BuildOptions, build_limits, kernel_provider, pipeline_config
+from relaxpack.errors import UsageError
+from relaxpack.kernel_spec import Kernel, KernelProvider
+from relaxpack.lowering import attention_spec
+from relaxpack.passes.pipeline import left_out, phases, run_phases
+from relaxpack.passes.step_table import step_table
+from relaxpack.relax_models.checkpoint import open_checkpoint
+from relaxpack.relax_models.export import export_model
+from relaxpack.schedules.rest import rest_rule
+from relaxpack.schedules.tuning.family import KernelFamily, Part
+from relaxpack.step_costs import KernelCost, Machine, machine_for, step_costs
+from relaxpack.target import TargetSpec
+from relaxpack.target_plan import plan_targets
+from relaxpack.tuning.candidates import families_for, family_for
+from relaxpack.tuning.cases import CONTEXTS
+from relaxpack.tuning_record import Workload
+
+DEFAULTS = BuildOptions()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One function at a number of rows, e.g. decode at 8."""
+
+    function: str
+    rows: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.function}:{self.rows}"
+
+
+@dataclass
+class Task:
+    """`weight`: share of the steps' time, out of 1. `roofline_us`: no call can be faster."""
+
+    kernel: str
+    workload: Workload
+    bucket: int
+    weight: float
+    roofline_us: float
+    part: Part | None              # None: a PrimFunc that is tuned by TVM's MetaSchedule
+    shape: str
+    calls: dict[str, int] = field(default_factory=dict)    # step → calls in it
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}@{self.bucket}"
+
+
+def asked(provider: KernelProvider) -> list[tuple[str, Any, Kernel]]:
+    """Operation, spec and answer of every question that a provider of ours was asked."""
+    questions = getattr(provider, "asked", None)
+    return list(questions()) if questions is not None else []
+
+
+def parse_step(text: str) -> Step:
+    """"decode:8" → Step. Raises UsageError."""
+    function, _, rows = text.partition(":")
+    if function not in ("decode", "prefill") or not rows.isdigit() or int(rows) < 1:
+        raise UsageError(f"--bucket {text!r}: expected decode:ROWS or prefill:ROWS, for example decode:8")
+    return Step(function, int(rows))
+
+
+def default_steps(max_batch: int, prefill_chunk: int) -> list[Step]:
+    return [Step("decode", rows) for rows in sorted({1, max_batch})] + [Step("prefill", prefill_chunk)]
+
+
+def extract_tasks(model: str | Path, target: TargetSpec, options: BuildOptions = DEFAULTS,
+                  steps: Sequence[Step] = (), only: str | None = None, machine: Machine | None = None) -> list[Task]:
+    """The tasks of a model, heaviest first. `only`: a pattern with * for kernel names, or a part of one."""
+    checkpoint = open_checkpoint(model, ignore_keys=options.ignore_config_keys, pretokenizer=options.pretokenizer)
+    limits = build_limits(checkpoint, options)
+    plan, = plan_targets([target], checkpoint, options.weights, options.activation_dtype, options.kv_dtype)
+    provider = kernel_provider(target)
+    pipeline = pipeline_config(target, limits, left_out(options.level, options.disabled_passes))
+    attention = attention_spec(checkpoint.config, limits, plan.activation_dtype, plan.kv_dtype)
+    module = export_model(checkpoint.config, limits, plan.activation_dtype, plan.kv_dtype, target.kind == "cuda")
+    until = [phase for phase in phases(provider, attention, plan.formats, pipeline, rest_rule(target))
+             if phase[0] != "finalize"]
+    module = run_phases(module, target.to_tvm(), until)
+    steps = list(steps) or default_steps(limits.max_batch, limits.prefill_chunk)
+    for step in steps:
+        most = limits.max_batch if step.function == "decode" else limits.prefill_chunk
+        if step.rows > most:
+            raise UsageError(f"--bucket {step.name}: a {step.function} step has at most {most} rows; raise "
+                             f"--{'max-batch' if step.function == 'decode' else 'prefill-chunk'}")
+    machine = machine or machine_for(target.kind, target.arch, target.features)
+    families = families_for(target)
+    questions = {stage.name: (operation, spec) for operation, spec, kernel in asked(provider) for stage in kernel.stages}
+    tasks = _kernel_tasks(step_table(module), steps, questions, families, machine,
+                          any("vnni" in feature for feature in target.features))
+    if only is not None:
+        pattern = only if "*" in only else f"*{only}*"
+        chosen = [task for task in tasks if fnmatch.fnmatchcase(task.kernel, pattern)]
+        if not chosen:
+            names = ", ".join(sorted({task.kernel for task in tasks})) or "none"
+            raise UsageError(f"--only {only!r}: no kernel that can be tuned has such a name; they are: {names}")
+        tasks = chosen
+    return sorted(tasks, key=lambda task: (-task.weight, task.name))
+
+
+def roofline_us(cost: KernelCost, family: str, machine: Machine, vnni: bool) -> float:
+    """Microseconds that no schedule can beat. The machine's peak is that of float32 multiply-adds; byte dot products do
+    twice, with VNNI four times as many."""
+    faster = {True: 4, False: 2}[vnni] if family == "cpu.linear_quantized" else 1
+    return max(cost.bytes / machine.bandwidth, cost.flops / (machine.peak * faster)) * 1e6
+
+
+def _kernel_tasks(table: Mapping[str, Sequence[Mapping[str, Any]]], steps: Sequence[Step],
+                  questions: Mapping[str, tuple[str, Any]], families: Mapping[str, KernelFamily],
+                  machine: Machine, vnni: bool) -> list[Task]:
+    tasks: dict[tuple[str, int], Task] = {}
+    context = round(fmean(CONTEXTS))
+    for step in steps:
+        behind = context if step.function == "decode" else 0
+        function = step.function if step.function in table else f"{step.function}_{step.rows}"
+        calls = table.get(function, ())
+        costs = step_costs(calls, {}, machine, step.rows, behind or step.rows)
+        total = sum(cost.seconds for cost in costs) or 1.0
+        for call, cost in zip(calls, costs, strict=True):
+            if cost.kernel not in questions:
+                continue
+            operation, spec = questions[cost.kernel]
+            rows = call["rows"] if isinstance(call["rows"], int) else 1 if call["rows"] == "r" else step.rows
+            family = family_for(families, operation, spec)
+            part = family.part(spec, rows) if family is not None else None
+            if family is None or part is None:
+                continue
+            task = tasks.setdefault((family.workload(spec).hash, rows), Task(
+                cost.kernel, family.workload(spec, cost.kernel), rows, 0.0, roofline_us(cost, family.name, machine, vnni),
+                part, cost.shape))
+            task.weight += cost.seconds / total / len(steps)
+            task.calls[step.name] = task.calls.get(step.name, 0) + 1
+    return list(tasks.values())

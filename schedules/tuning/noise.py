@@ -1,0 +1,45 @@
+"""When is faster faster? One rule, used wherever a candidate could replace an incumbent.
+
+Times are compared in pairs: both sides run in turn, round by round, so that a disturbance hits both. A candidate wins if
+
+- there are at least MIN_PAIRS rounds in which neither side was interrupted,
+- the median of the ratios candidate / incumbent is below 1 by more than their spread (half the distance between the
+  quartiles) and by more than MIN_GAIN, and
+- it was the faster one in three quarters of the rounds.
+
+Otherwise the incumbent stays: a tie is no reason to change code.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MIN_GAIN = 0.01
+MIN_PAIRS = 7
+
+
+@dataclass(frozen=True)
+class Verdict:
+    wins: bool
+    ratio: float      # median of candidate / incumbent; 1 where nothing could be compared
+    spread: float     # half the distance between the quartiles of the ratios
+    pairs: int
+    why: str
+
+
+def compare(candidate: Sequence[float], incumbent: Sequence[float]) -> Verdict:
+    """Times of the same rounds, in order."""
+    ratios = [a / b for a, b in zip(candidate, incumbent, strict=True)]
+    if len(ratios) < MIN_PAIRS:
+        return Verdict(False, 1.0, 0.0, len(ratios), f"{len(ratios)} undisturbed rounds, {MIN_PAIRS} needed")
+    low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    spread = (high - low) / 2
+    if ratio >= 1 - MIN_GAIN:
+        return Verdict(False, ratio, spread, len(ratios), f"not {MIN_GAIN:.0%} faster")
+    if ratio >= 1 - spread:
+        return Verdict(False, ratio, spread, len(ratios), f"faster by {1 - ratio:.1%}, within the noise of {spread:.1%}")
+    if high >= 1:
+        return Verdict(False, ratio, spread, len(ratios), "slower in more than a quarter of the rounds")
+    return Verdict(True, ratio, spread, len(ratios), f"faster by {1 - ratio:.1%}")

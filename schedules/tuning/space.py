@@ -1,0 +1,56 @@
+"""`SearchSpace`: named parameters with their possible values, and which combinations of them make sense."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Parameters = Mapping[str, Any]
+
+
+def _always(parameters: Parameters) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """`values`: parameter → its values, in an order in which neighbours are alike. `default` is what the rule uses; it
+    need not be on the grid."""
+
+    values: Mapping[str, tuple[Any, ...]]
+    default: Parameters
+    valid: Callable[[Parameters], bool] = _always
+
+    def all(self) -> Iterator[dict[str, Any]]:
+        """Every valid choice but the default, in a fixed order."""
+        for combination in itertools.product(*self.values.values()):
+            choice = dict(zip(self.values, combination, strict=True))
+            if choice != dict(self.default) and self.valid(choice):
+                yield choice
+
+    def size(self) -> int:
+        return sum(1 for _ in self.all())
+
+    def sample(self, rng: random.Random) -> dict[str, Any] | None:
+        """A valid choice, or None where luck found none."""
+        for _ in range(100):
+            choice = {name: rng.choice(values) for name, values in self.values.items()}
+            if self.valid(choice):
+                return choice
+        return None
+
+    def neighbours(self, choice: Parameters) -> Iterator[dict[str, Any]]:
+        """Choices that differ in one parameter: one step up or down its values (any value, from outside the grid)."""
+        for name, values in self.values.items():
+            if choice[name] in values:
+                at = values.index(choice[name])
+                near = [values[i] for i in (at - 1, at + 1) if 0 <= i < len(values)]
+            else:
+                near = list(values)
+            for value in near:
+                other = {**choice, name: value}
+                if self.valid(other):
+                    yield other
