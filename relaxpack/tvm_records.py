@@ -193,16 +193,11 @@ def _times(seconds: Any) -> tuple[float, ...]:
 
 def _name(module: Any) -> str:
     """The blocks of a function, as people would call it: "matmul_relu"."""
-    from tvm.tirx.stmt_functor import post_order_visit
+    from tvm.s_tir import Schedule
 
-    names: list[str] = []
-
-    def visit(node: Any) -> None:
-        if type(node).__name__ == "SBlock" and node.name_hint != "root":
-            names.append(str(node.name_hint))
-
-    post_order_visit(module["main"].body, visit)
-    return "_".join(names)[:80] or "main"
+    schedule = Schedule(module)
+    blocks = schedule.get_child_blocks(schedule.get_sblock("root"))
+    return "_".join(str(schedule.get(block).name_hint) for block in blocks)[:80] or "main"
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
