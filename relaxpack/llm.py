@@ -27,6 +27,9 @@ from relaxpack.runtime.tool_calls import MARKERS, parse_tool_calls
 if TYPE_CHECKING:
     import numpy as np
 
+if TYPE_CHECKING:
+    from relaxpack.runtime.load import LoadedModel
+
 Prompt = str | Sequence[int]
 Chat = Sequence[Message]
 
@@ -42,17 +45,21 @@ class LLM:
     say so.
     """
 
-    def __init__(self, bundle: str | Path, *, device: str | None = None, num_pages: int | None = None) -> None:
+    def __init__(self, bundle: str | Path, *, device: str | None = None, num_pages: int | None = None,
+                 progress: Callable[[int, int], None] | None = None) -> None:
         """`device`: "cpu" or "cuda", by default the best target of the bundle that fits this machine. `num_pages`:
-        pages of the KV cache, by default what the bundle's limits need."""
+        pages of the KV cache, by default what the bundle's limits need. `progress` is called with the bytes of weights
+        that are on the device, and all of them."""
         if device not in (None, "cpu", "cuda"):
             raise UsageError(f"device {device!r}: known are cpu and cuda")
         from relaxpack.runtime.load import load_model  # imports TVM, which only a real bundle needs
 
-        loaded = load_model(bundle, num_pages=num_pages, kind=device)
+        shown = {} if progress is None else {"progress": progress}
+        loaded = load_model(bundle, num_pages=num_pages, kind=device, **shown)
         engine = Engine(loaded.runner, executor=loaded.make_executor(), end_token_ids=loaded.info.end_token_ids,
                         make_constraint=_grammars(loaded.tokenizer, loaded.info))
         self._setup(engine, loaded.tokenizer, loaded.info)
+        self.loaded = loaded
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer, info: ModelInfo | None = None) -> LLM:
@@ -63,6 +70,7 @@ class LLM:
 
     def _setup(self, engine: Engine, tokenizer: Tokenizer, info: ModelInfo | None) -> None:
         self.engine, self.tokenizer, self.info = engine, tokenizer, info
+        self.loaded: LoadedModel | None = None      # where a bundle was loaded: what that took, and its graphs
         self.template = ChatTemplate(tokenizer)
         self.generator = TextGenerator(engine, tokenizer)
 

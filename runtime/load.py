@@ -25,7 +25,7 @@ from relaxpack.runtime.vm import Library, as_tensor, device_for
 
 if TYPE_CHECKING:
     from relaxpack.runtime.cuda_model_runner import CudaModelRunner, WarmUp
-    from relaxpack.runtime.device_plan import DevicePlan
+    from relaxpack.runtime.device_plan import Comparison, DevicePlan
 
 Progress = Callable[[int, int], None]      # (done, all)
 
@@ -77,6 +77,11 @@ class LoadedModel:
         if isinstance(self.runner, CpuModelRunner) or not self.runner.buckets:
             return None
         return self.runner.warm_up(progress)
+
+
+    def compare_plan(self) -> Comparison | None:
+        """After `warm_up`: the plan against the driver; None on a CPU."""
+        return None if isinstance(self.runner, CpuModelRunner) else self.runner.compare_plan()
 
 
 def make_runner(library: Path, entry: TargetEntry, info: ModelInfo, parameters: Sequence[TensorRegion | np.ndarray],

@@ -67,8 +67,11 @@ def _once(llm: LLM, case: LatencyCase, rng: random.Random) -> dict[str, Any]:
 
 
 def latency_report(bundle: str, cases: Sequence[LatencyCase], *, runs: int = 3, device: str | None = None,
-                   progress: Callable[[LatencyCase], None] = lambda case: None) -> dict[str, Any]:
-    llm = LLM(bundle, device=device)
+                   progress: Callable[[LatencyCase], None] = lambda case: None,
+                   loading: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+    """`loading`: see `LLM`."""
+    llm = LLM(bundle, device=device, progress=loading)
+    prepared = _prepare(llm)
     warm = LatencyCase(1, 8, 4)
     measure(llm, warm, 1)
     results = []
@@ -76,4 +79,15 @@ def latency_report(bundle: str, cases: Sequence[LatencyCase], *, runs: int = 3, 
         progress(case)
         results.append(measure(llm, case, runs))
     name = llm.info.name if llm.info is not None else bundle
-    return {"model": name, "runs": runs, "results": results, "environment": environment()}
+    return {"model": name, "runs": runs, "results": results, **prepared, "environment": environment()}
+
+
+def _prepare(llm: LLM) -> dict[str, Any]:
+    """What loading took; on a GPU also the capture of its graphs, and the plan of its memory against the driver."""
+    loaded = llm.loaded
+    if loaded is None:
+        return {"load": None, "capture": None, "memory": None}
+    captured = loaded.warm_up()
+    compared = loaded.compare_plan() if captured is not None else None
+    return {"load": loaded.report.to_json(), "capture": captured.to_json() if captured else None,
+            "memory": compared.to_json() if compared else None}

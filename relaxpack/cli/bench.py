@@ -104,10 +104,12 @@ def latency(bundle: str, batch: str, prompt_tokens: int, output_tokens: int, run
         raise UsageError(f"--batch {batch!r}: expected sizes like 1,2,4,8")
 
     from relaxpack.bench.latency import LatencyCase, latency_report
+    from relaxpack.cli.progress import counting
 
     cases = [LatencyCase(size, prompt_tokens, output_tokens) for size in sizes]
-    report = latency_report(bundle, cases, runs=runs, device=device,
-                            progress=lambda case: click.echo(f"batch of {case.batch} ...", err=True))
+    with counting("weights to the GPU", quiet=as_json, transfer=True) as loading:
+        report = latency_report(bundle, cases, runs=runs, device=device, loading=loading,
+                                progress=lambda case: click.echo(f"batch of {case.batch} ...", err=True))
     if svg is not None:
         svg.write_text(_latency_picture(report), encoding="utf-8")
     _give(report, out, as_json, _latency_table)

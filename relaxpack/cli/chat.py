@@ -62,8 +62,9 @@ def _local(bundle: str, device: str | None, system: str | None,
     from relaxpack import llm as api
     from relaxpack.runtime.conversation import LocalConversation
 
-    with talk.status("loading"):
-        llm = api.LLM(bundle, device=device)
+    with talk.status("loading") as status:
+        llm = api.LLM(bundle, device=device, progress=lambda done, total: status.update(
+            f"loading: {done / 1e9:.1f} of {total / 1e9:.1f} GB are on the GPU"))
     name = llm.info.name if llm.info is not None else bundle
 
     def make(given: dict[str, Any]) -> Conversation:

@@ -64,10 +64,12 @@ def generate(bundle: str, prompts: tuple[str, ...], prompt_ids: tuple[str, ...],
         raise UsageError("no prompt: give one, or - for standard input, or --prompt-ids, or --prompts-file")
     existing_bundle(bundle)
 
+    from relaxpack.cli.progress import counting
     from relaxpack.llm import LLM
 
     started = time.perf_counter()
-    llm = LLM(bundle, device=device)
+    with counting("weights to the GPU", quiet=as_json, transfer=True) as progress:
+        llm = LLM(bundle, device=device, progress=progress)
     loaded = time.perf_counter() - started
     params = llm.params(**sampling(options), logprobs=logprobs)
     encoded = ids + [llm.encode(text, special=special) if raw else _chat_ids(llm, text, system, special)

@@ -1,12 +1,25 @@
-"""Progress bars for long commands: one line per stage on stderr; silent where stderr is no terminal."""
+"""Progress bars for long commands: one line per stage on stderr; silent where stderr is no terminal, and where a command
+prints JSON.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 
 
 class StageBars:
@@ -45,3 +58,26 @@ class StageBars:
             total = self._progress.tasks[self._task].total
             self._progress.update(self._task, completed=total, what="")
             self._progress.stop_task(self._task)
+
+
+@contextmanager
+def counting(what: str, quiet: bool = False, transfer: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Gives what takes (done, all): a bar that appears at the first call and goes away at the end. `transfer`: the
+    numbers are bytes, and their speed is shown."""
+    console = Console(stderr=True)
+    numbers: list[ProgressColumn] = [DownloadColumn(), TransferSpeedColumn()] if transfer else [MofNCompleteColumn()]
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), *numbers, TimeElapsedColumn(), console=console,
+                   disable=quiet or not console.is_terminal, transient=True)
+    task: list[TaskID] = []
+
+    def update(done: int, total: int) -> None:
+        if not task:
+            bar.start()
+            task.append(bar.add_task(what, total=total))
+        bar.update(task[0], completed=done)
+
+    try:
+        yield update
+    finally:
+        if task:
+            bar.stop()

@@ -31,6 +31,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @device_option
 @click.option("--num-pages", type=click.IntRange(2), metavar="N",
               help="Pages of the KV cache. Default: what the limits need.")
+@click.option("--no-warm-up", is_flag=True, help="GPU: leave each CUDA graph to the first request that needs it.")
 @click.option("--prefix-store", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
               help="Keep cached prefixes here over a restart.")
 @click.option("--max-concurrent", type=click.IntRange(1), default=256, show_default=True, metavar="N",
@@ -45,11 +46,12 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
               help="Let web pages of this origin use the API; repeatable.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="warning", show_default=True)
 def serve(bundle: str, host: str, port: int, api_keys: tuple[str, ...], names: tuple[str, ...], device: str | None,
-          num_pages: int | None, prefix_store: Path | None, max_concurrent: int, max_body_mib: int, request_timeout: float,
-          drain_timeout: float, allow_origins: tuple[str, ...], log_level: str) -> None:
+          num_pages: int | None, no_warm_up: bool, prefix_store: Path | None, max_concurrent: int, max_body_mib: int,
+          request_timeout: float, drain_timeout: float, allow_origins: tuple[str, ...], log_level: str) -> None:
     """Serve BUNDLE over HTTP: OpenAI's API under /v1, a chat page at /, Prometheus at /metrics.
 
-    Ends on SIGTERM or Ctrl-C after running answers are finished.
+    On a GPU every CUDA graph is captured first; /health answers when that is done. Ends on SIGTERM or Ctrl-C after running
+    answers are finished.
     """
     existing_bundle(bundle)
     keys = _keys(api_keys)
@@ -57,6 +59,7 @@ def serve(bundle: str, host: str, port: int, api_keys: tuple[str, ...], names: t
         from relaxpack.runtime.server import serve as server
     except ImportError as error:
         raise EnvironmentProblem(f"the server needs {error.name}: pip install 'relaxpack[serve]'") from error
+    from relaxpack.cli.progress import counting
     from relaxpack.llm import LLM
     from relaxpack.runtime.async_engine import AsyncEngine
     from relaxpack.runtime.server.limits import Limits
@@ -64,7 +67,9 @@ def serve(bundle: str, host: str, port: int, api_keys: tuple[str, ...], names: t
 
     listener = server.listen(host, port)    # before the model is loaded, which takes longer to be in vain
     started = time.perf_counter()
-    llm = LLM(bundle, device=device, num_pages=num_pages)
+    with counting("weights to the GPU", transfer=True) as progress:
+        llm = LLM(bundle, device=device, num_pages=num_pages, progress=progress)
+    _prepare(llm, not no_warm_up)
     if prefix_store is not None:
         _load_prefixes(llm, prefix_store, bundle)
     model = ServedModel(AsyncEngine(llm.engine, llm.tokenizer), llm.tokenizer, names or _names(llm, bundle))
@@ -83,6 +88,24 @@ def serve(bundle: str, host: str, port: int, api_keys: tuple[str, ...], names: t
     if prefix_store is not None:
         _save_prefixes(llm, prefix_store, bundle)
     click.echo("stopped", err=True)
+
+
+def _prepare(llm: LLM, warm_up: bool) -> None:
+    """Say what was loaded; on a GPU also what it takes of its memory, and capture its graphs, so that no request waits for
+    one."""
+    from relaxpack.cli.progress import counting
+
+    if llm.loaded is None:
+        return
+    report = llm.loaded.report
+    click.echo(str(report), err=True)
+    if report.plan is not None:
+        click.echo(str(report.plan), err=True)
+    if warm_up:
+        with counting("CUDA graphs") as progress:
+            took = llm.loaded.warm_up(progress)
+        if took is not None:
+            click.echo(f"{took}; {llm.loaded.compare_plan()}", err=True)
 
 
 def _keys(given: Sequence[str]) -> list[str]:
