@@ -83,15 +83,19 @@ class _Rewriter(FunctionRewriter):
     def _linear(self, name: str, call: Any, operands: list[Any]) -> Any:
         flags = name.removeprefix(LINEAR).split("+")[1:]
         x, *rest, fmt, _ = operands
+        residual = rest.pop() if "residual" in flags else None
         bias = rest.pop() if "bias" in flags else None
         swiglu, out_features = "swiglu" in flags, int(call.ty.shape[-1])
         weight, k = FORMATS[str(fmt.value)], int(x.ty.shape[-1])
         n = out_features * (2 if swiglu else 1)
         spec = LinearSpec(n, k, weight, self._phase(x), str(x.ty.dtype), str(call.ty.dtype),
-                          bias=bias is not None, swiglu=swiglu, max_rows=_constant(x.ty.shape[0]))
+                          bias=bias is not None, residual=residual is not None, swiglu=swiglu,
+                          max_rows=_constant(x.ty.shape[0]))
         buffers = {"x": x, **self._weight_buffers(weight, n, k, swiglu, rest)}
         if bias is not None:
             buffers["bias"] = bias
+        if residual is not None:
+            buffers["residual"] = residual
         facts = {"operation": "linear", "n": n, "k": k, "format": weight.name}
         return self._call(self.provider.linear(spec), buffers, {"y": call.ty}, facts)
 

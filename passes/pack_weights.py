@@ -15,7 +15,7 @@ import tvm
 from relaxpack.kernel_spec import KernelProvider
 from relaxpack.passes.rewrite import FunctionRewriter, is_op, placeholder
 from relaxpack.placeholders import UNPACK
-from relaxpack.recipe import Pack, checkpoint_tensors
+from relaxpack.recipe import Pack, matrix_tensors
 from relaxpack.weight_format import WeightFormat
 from tvm import relax
 from tvm.relax.expr_functor import mutator
@@ -38,7 +38,7 @@ class _Rewriter(FunctionRewriter):
 
     def _unpack(self, weight: Any, swiglu: bool) -> Any:
         made_by = self.recipe_of(weight)
-        (fmt,) = {self.formats[name] for name in checkpoint_tensors(made_by)}
+        (fmt,) = {self.formats[name] for name in matrix_tensors(made_by)}
         n, k = (int(dim) for dim in weight.ty.shape)
         layout = self.provider.weight_layout(fmt, n, k, swiglu)
         buffers = [

@@ -22,7 +22,10 @@ from relaxpack.kernel_spec import AttentionSpec, KernelProvider
 from relaxpack.passes.capture_graph import MarkStatic, PrepareCapture
 from relaxpack.passes.combine_parallel_matmul import CombineParallelMatmul
 from relaxpack.passes.config import PipelineConfig
+from relaxpack.passes.fold_norm_weights import FoldNormWeights
+from relaxpack.passes.fold_scales import FoldScales
 from relaxpack.passes.fuse_add_norm import FuseAddNorm
+from relaxpack.passes.fuse_residual import FuseResidual
 from relaxpack.passes.fuse_unpack_matmul import FuseUnpackMatmul, FuseUnpackOnly
 from relaxpack.passes.lower_kernels import LowerKernels
 from relaxpack.passes.memory_plan import VerifyMemoryPlan
@@ -43,9 +46,11 @@ Phase = tuple[str, list[Any]]
 # right: unfused operations go through TVM's legalisation, and memory is allocated as it is needed.
 OPTIONAL: dict[str, int] = {
     "ShareRopeTable": 1, "FoldConstant": 1, "EliminateCommonSubexpr": 1, "PlanMemory": 1,
-    "CombineParallelMatmul": 2, "FuseEpilogues": 2, "FuseAddNorm": 2, "FuseOps": 2,
+    "FoldScales": 2, "CombineParallelMatmul": 2, "FuseEpilogues": 2, "FuseAddNorm": 2, "FuseOps": 2,
     "SelectRowsEarly": 3, "RewriteCUDAGraph": 3,
 }
+# Passes that run only where they are asked for by name: they cost accuracy or win nothing by measurement (docs/passes.md).
+ON_REQUEST = ("FoldNormWeights", "FuseResidual")
 HIGHEST_LEVEL = 3
 
 
@@ -71,6 +76,9 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
     def unless(name: str, *passes: Any) -> list[Any]:
         return [] if name in config.disabled else list(passes)
 
+    def requested(name: str, *passes: Any) -> list[Any]:
+        return list(passes) if name in config.enabled else []
+
     epilogues = "FuseEpilogues" not in config.disabled
     return [
         ("graph", [
@@ -78,13 +86,16 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
             *unless("FoldConstant", relax.transform.FoldConstant()),
             *unless("EliminateCommonSubexpr", relax.transform.EliminateCommonSubexpr()),
             *unless("SelectRowsEarly", SelectRowsEarly),
+            *unless("FoldScales", FoldScales(config.fixed_weights)),
             *unless("CombineParallelMatmul", CombineParallelMatmul(formats)),
+            *requested("FoldNormWeights", FoldNormWeights(config.fixed_weights)),
             PruneParameters,
             VerifyPhase("graph"),
         ]),
         ("weights", [PackWeights(provider, formats, epilogues), PruneParameters, VerifyPhase("weights")]),
         ("fuse", [
             FuseUnpackMatmul if epilogues else FuseUnpackOnly,
+            *requested("FuseResidual", FuseResidual),
             *unless("FuseAddNorm", FuseAddNorm),
             PruneParameters,
             VerifyPhase("fuse"),

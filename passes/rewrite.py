@@ -6,6 +6,7 @@ new parameters with their recipes. Dead bindings and parameters remain; `PrunePa
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from tvm.relax.expr_functor import PyExprMutator
 
 tvm_ffi.register_error(CompileError)  # raised in a pass it crosses TVM's C++, and should arrive as itself
 
+NOTES = "relaxpack.notes"      # module attribute: JSON list of lines for the report
 RECIPES = "relaxpack.recipes"  # module attribute: JSON of parameter name → recipe, where they differ
 
 
@@ -43,6 +45,16 @@ def recipes_of(mod: tvm.IRModule) -> dict[str, Recipe]:
 
 def with_recipes(mod: tvm.IRModule, recipes: dict[str, Recipe]) -> tvm.IRModule:
     return mod.with_attr(RECIPES, recipe.dumps(dict(sorted(recipes.items()))))
+
+
+def with_note(mod: tvm.IRModule, note: str) -> tvm.IRModule:
+    """The module with a line for the report: what a pass did or had to leave alone."""
+    return mod.with_attr(NOTES, json.dumps([*notes_of(mod), note]))
+
+
+def notes_of(mod: tvm.IRModule) -> list[str]:
+    text = (mod.attrs or {}).get(NOTES)
+    return json.loads(str(text)) if text is not None else []
 
 
 def is_op(expr: Any, name: str) -> bool:

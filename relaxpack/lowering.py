@@ -22,7 +22,7 @@ from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.lower_kernels import KERNELS
 from relaxpack.passes.memory_plan import PLAN, arena_bytes
 from relaxpack.passes.pipeline import PassFailure, PassRecord, phases, run_phases, sizes
-from relaxpack.passes.rewrite import exported_functions, num_inputs, recipes_of
+from relaxpack.passes.rewrite import exported_functions, notes_of, num_inputs, recipes_of
 from relaxpack.passes.schedule_rest import SOURCE
 from relaxpack.passes.step_table import step_table
 from relaxpack.recipe import FromCheckpoint, Recipe
@@ -129,6 +129,7 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
         for name, bound in dict(func.attrs["tir_var_upper_bound"]).items():
             bounds[str(name)] = max(int(bound), bounds.get(str(name), 0))
     explanation = {"phases": report, "passes": passes, "disabled": sorted(pipeline.disabled),
+                   "enabled": sorted(pipeline.enabled), "notes": notes_of(final),
                    "kernels": _kernels(final), "calls": json.loads(str(final.attrs[KERNELS])), "steps": steps,
                    "memory_plan": json.loads(str(final.attrs[PLAN]))}
     if records is not None:

@@ -7,6 +7,9 @@ NOTES = {
     # ours
     "ShareRopeTable": "cosines and sines become a parameter that all functions share",
     "SelectRowsEarly": "rows whose logits nobody asked for leave before the last layer's row-wise work",
+    "FoldScales": "constant factors become part of the weights",
+    "FoldNormWeights": "norm weights become part of the matmuls that follow (on request)",
+    "FuseResidual": "the residual sum becomes part of the matmul before it (on request)",
     "CombineParallelMatmul": "query, key, value and gate, up become one matmul each",
     "PruneParameters": "parameters that nobody reads disappear; all functions take the same",
     "PackWeights": "weights in the layout that their kernels read, packed at build",

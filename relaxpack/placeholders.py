@@ -10,7 +10,7 @@ DECODE_ATTENTION = "relaxpack.decode_attention"
 SAMPLE = "relaxpack.sample"
 # Made by passes out of Relax operations.
 UNPACK = "relaxpack.unpack"                # packed buffers → float weight; never lowered, fusion removes it
-LINEAR = "relaxpack.linear"                # with "+bias", "+swiglu" behind it
+LINEAR = "relaxpack.linear"                # with "+bias", "+residual", "+swiglu" behind it
 EMBEDDING = "relaxpack.embedding"
 RMS_NORM = "relaxpack.rms_norm"
 ADD_RMS_NORM = "relaxpack.add_rms_norm"

@@ -1,6 +1,6 @@
 """How a parameter of the compiled functions is made from checkpoint tensors. Passes write recipes, `weights.py`
-executes them as a stream. A recipe is a small tree: a checkpoint tensor, rows stacked, a packing for a kernel, or
-numbers that are computed.
+executes them as a stream. A recipe is a small tree: a checkpoint tensor, rows stacked, products with what was folded in, a
+packing for a kernel, or numbers that are computed.
 """
 
 from __future__ import annotations
@@ -36,6 +36,28 @@ class Pack:
 
 
 @dataclass(frozen=True)
+class ScaleColumns:
+    """The matrix `of` with column k times `by[k]`, in float32."""
+
+    of: Recipe
+    by: Recipe
+
+
+@dataclass(frozen=True)
+class ScaleBy:
+    """`of` times a constant, in float32."""
+
+    of: Recipe
+    factor: float
+
+
+@dataclass(frozen=True)
+class Filled:
+    shape: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True)
 class RopeTable:
     """cos | sin f32[positions, 2 * len(frequencies)] of position times frequency, times `factor`."""
 
@@ -44,7 +66,7 @@ class RopeTable:
     factor: float = 1.0
 
 
-Recipe = FromCheckpoint | Concat | Pack | RopeTable
+Recipe = FromCheckpoint | Concat | ScaleColumns | ScaleBy | Pack | Filled | RopeTable
 
 
 def checkpoint_tensors(recipe: Recipe) -> list[str]:
@@ -53,9 +75,20 @@ def checkpoint_tensors(recipe: Recipe) -> list[str]:
         return [recipe.tensor]
     if isinstance(recipe, Concat):
         return [name for part in recipe.parts for name in checkpoint_tensors(part)]
-    if isinstance(recipe, RopeTable):
+    if isinstance(recipe, RopeTable | Filled):
         return []
+    if isinstance(recipe, ScaleColumns):
+        return [*checkpoint_tensors(recipe.of), *checkpoint_tensors(recipe.by)]
     return checkpoint_tensors(recipe.of)
+
+
+def matrix_tensors(recipe: Recipe) -> list[str]:
+    """The same without what was folded in: the tensors whose weight format the parameter has."""
+    if isinstance(recipe, Concat):
+        return [name for part in recipe.parts for name in matrix_tensors(part)]
+    if isinstance(recipe, ScaleColumns | ScaleBy | Pack):
+        return matrix_tensors(recipe.of)
+    return checkpoint_tensors(recipe)
 
 
 def to_json(recipe: Recipe) -> dict[str, Any]:
@@ -63,6 +96,12 @@ def to_json(recipe: Recipe) -> dict[str, Any]:
         return {"tensor": recipe.tensor}
     if isinstance(recipe, Concat):
         return {"concat": [to_json(part) for part in recipe.parts]}
+    if isinstance(recipe, ScaleColumns):
+        return {"scale_columns": to_json(recipe.of), "by": to_json(recipe.by)}
+    if isinstance(recipe, ScaleBy):
+        return {"scale": to_json(recipe.of), "factor": recipe.factor}
+    if isinstance(recipe, Filled):
+        return {"filled": recipe.value, "shape": list(recipe.shape)}
     if isinstance(recipe, RopeTable):
         return {"rope_table": list(recipe.frequencies), "positions": recipe.positions, "factor": recipe.factor}
     return {"pack": recipe.format, "shape": [recipe.out_features, recipe.in_features], "swiglu": recipe.swiglu,
@@ -74,6 +113,12 @@ def from_json(data: dict[str, Any]) -> Recipe:
         return FromCheckpoint(data["tensor"])
     if "concat" in data:
         return Concat(tuple(from_json(part) for part in data["concat"]))
+    if "scale_columns" in data:
+        return ScaleColumns(from_json(data["scale_columns"]), from_json(data["by"]))
+    if "scale" in data:
+        return ScaleBy(from_json(data["scale"]), data["factor"])
+    if "filled" in data:
+        return Filled(tuple(data["shape"]), data["filled"])
     if "rope_table" in data:
         return RopeTable(data["positions"], tuple(data["rope_table"]), data["factor"])
     n, k = data["shape"]

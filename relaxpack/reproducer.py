@@ -27,6 +27,7 @@ from relaxpack.weight_format import FORMATS
 from tvm import relax
 
 FORMAT = "relaxpack reproducer 1"
+_NAMES = ("disabled", "enabled", "fixed_weights")    # sets of names in PipelineConfig
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Inputs:
         pipeline = dataclasses.asdict(self.pipeline)
         return {"config": self.config.to_json(), "limits": dataclasses.asdict(self.limits),
                 "target": self.target.to_json(), "formats": self.formats, "activation_dtype": self.activation_dtype,
-                "kv_dtype": self.kv_dtype, "pipeline": {**pipeline, "disabled": sorted(self.pipeline.disabled)}}
+                "kv_dtype": self.kv_dtype, "pipeline": {**pipeline, **{name: sorted(pipeline[name]) for name in _NAMES}}}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Inputs:
@@ -53,7 +54,7 @@ class Inputs:
         rope: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config["rope"].items()}
         config |= {"rope": RopeConfig(**rope), "layer_windows": tuple(config["layer_windows"])}
         pipeline = {k: tuple(v) if isinstance(v, list) else v for k, v in pipeline.items()}
-        pipeline["disabled"] = frozenset(pipeline["disabled"])
+        pipeline |= {name: frozenset(pipeline.get(name, ())) for name in _NAMES}
         return cls(ModelConfig(**config), BuildLimits(**data["limits"]), TargetSpec.from_json(data["target"]),
                    data["formats"], data["activation_dtype"], data["kv_dtype"], PipelineConfig(**pipeline))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from relaxpack.errors import UsageError
 from relaxpack.kernel_spec import KernelProvider
-from relaxpack.recipe import Concat, FromCheckpoint, Pack, Recipe, RopeTable
+from relaxpack.recipe import Concat, Filled, FromCheckpoint, Pack, Recipe, RopeTable, ScaleBy, ScaleColumns
 from relaxpack.relax_models.quantize import WEIGHT_CHOICES, quantize
 from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
 
@@ -34,6 +34,11 @@ def choose_formats(checkpoint: Checkpoint, weights: str, activation_dtype: str =
         return chosen
     floats = FORMATS[{"bfloat16": "bf16", "float16": "f16"}[activation_dtype]]
     return {name: fmt if fmt.quantized else floats for name, fmt in chosen.items()}
+
+
+def fixed_weights(checkpoint: Checkpoint, formats: Mapping[str, WeightFormat]) -> frozenset[str]:
+    """Matrices that are quantised in the checkpoint and stay so: another factor in them would quantise them twice."""
+    return frozenset(name for name, fmt in formats.items() if fmt.quantized and checkpoint.tensors[name].format.quantized)
 
 
 def _choose(name: str, shape: tuple[int, ...], stored: WeightFormat, weights: str) -> WeightFormat:
@@ -94,6 +99,8 @@ class ParameterMaker:
             return np.ascontiguousarray(self._packed(recipe)[recipe.suffix])
         if isinstance(recipe, RopeTable):
             return rope_table(recipe)
+        if isinstance(recipe, Filled):
+            return _as_float(np.full(recipe.shape, recipe.value, np.float32), dtype)
         weight = self._weight(recipe, None)
         if isinstance(weight, QuantizedTensor):
             weight = weight.dequantize()
@@ -112,4 +119,12 @@ class ParameterMaker:
             return weight if wanted is None else convert(weight, wanted)
         if isinstance(recipe, Concat):
             return _concat([self._weight(part, wanted) for part in recipe.parts])
+        if isinstance(recipe, ScaleColumns | ScaleBy):
+            by = self._float32(recipe.by) if isinstance(recipe, ScaleColumns) else np.float32(recipe.factor)
+            scaled = self._float32(recipe.of) * by
+            return scaled if wanted is None else convert(scaled, wanted)
         raise TypeError(f"no weight of a checkpoint: {recipe}")
+
+    def _float32(self, recipe: Recipe) -> np.ndarray:
+        weight = self._weight(recipe, None)
+        return weight.dequantize() if isinstance(weight, QuantizedTensor) else np.asarray(weight, np.float32)

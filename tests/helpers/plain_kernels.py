@@ -84,6 +84,21 @@ def _linear(n: int, k: int, bias: bool, swiglu: bool) -> Any:
 
 
 @functools.cache
+def _add(h: int) -> Any:
+    @T.prim_func(private=True, s_tir=True)
+    def f(x_h: T.handle, r_h: T.handle, y_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        x = T.match_buffer(x_h, (t, T.int64(h)), "float32")
+        r = T.match_buffer(r_h, (t, T.int64(h)), "float32")
+        y = T.match_buffer(y_h, (t, T.int64(h)), "float32")
+        for i in range(t):
+            for j in range(h):
+                y[i, j] = x[i, j] + r[i, j]
+    return f
+
+
+@functools.cache
 def _embedding(v: int, h: int) -> Any:
     @T.prim_func(private=True, s_tir=True)
     def f(ids_h: T.handle, w: T.Buffer((T.int64(v), T.int64(h)), "float32"), y_h: T.handle):
@@ -296,7 +311,11 @@ class PlainKernels:
         n, k = spec.out_features, spec.in_features
         name = f"linear_{n}x{k}{'_bias' * spec.bias}{'_swiglu' * spec.swiglu}"
         inputs = ("x", "weight", "bias") if spec.bias else ("x", "weight")
-        return _kernel(_linear(n, k, spec.bias, spec.swiglu), name, inputs, ("y",))
+        if not spec.residual:
+            return _kernel(_linear(n, k, spec.bias, spec.swiglu), name, inputs, ("y",))
+        product = Stage(_linear(n, k, spec.bias, spec.swiglu), name, inputs, ("product",))
+        total = Stage(_add(n), f"add_{n}", ("product", "residual"), ("y",))
+        return Kernel((product, total), "rule:plain", {"product": (("t", n), "float32")})
 
     def embedding(self, spec: EmbeddingSpec) -> Kernel:
         return _kernel(_embedding(spec.vocab_size, spec.hidden_size), "embedding", ("token_ids", "weight"), ("y",))

@@ -18,7 +18,7 @@ import tvm_ffi
 from relaxpack.lowering import Lowered, lower_model
 from relaxpack.model_info import ModelInfo
 from relaxpack.passes.config import PipelineConfig
-from relaxpack.passes.pipeline import HIGHEST_LEVEL, OPTIONAL, left_out
+from relaxpack.passes.pipeline import HIGHEST_LEVEL, ON_REQUEST, OPTIONAL, left_out
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.runtime.model_runner import CpuModelRunner
@@ -34,7 +34,9 @@ from tvm.runtime.vm import VirtualMachine
 LIMITS = BuildLimits(max_context=64, max_batch=2, prefill_chunk=32, page_size=8)
 IDS = np.random.default_rng(4).integers(0, VOCAB_SIZE, 40).tolist()
 TOLERANCE = 2e-5   # float32; only the order of sums differs
-SUBSETS = [frozenset(random.Random(seed).sample(sorted(OPTIONAL), 3 + seed % 4)) for seed in range(5)]
+# (left out, on request), drawn from all optional passes.
+SUBSETS = [(frozenset(random.Random(seed).sample(sorted(OPTIONAL), 3 + seed % 4)),
+            frozenset(random.Random(seed).sample(ON_REQUEST, seed % 3))) for seed in range(6)]
 
 
 class JitLibrary:
@@ -53,10 +55,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(write_checkpoint(tmp_path_factory.mktemp("m") / "m", "llama_bias"))
 
 
-def lowered_without(checkpoint: Checkpoint, disabled: frozenset[str], limits: BuildLimits = LIMITS) -> Lowered:
+def lowered_without(checkpoint: Checkpoint, disabled: frozenset[str], limits: BuildLimits = LIMITS,
+                    enabled: frozenset[str] = frozenset()) -> Lowered:
     formats = {name: FORMATS["f32"] for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
     return lower_model(checkpoint.config, limits, parse_target("cpu"), PlainKernels(), formats, "float32", "float32",
-                       PipelineConfig(disabled))
+                       PipelineConfig(disabled, enabled=enabled))
 
 
 def logits(checkpoint: Checkpoint, lowered: Lowered) -> np.ndarray:
@@ -90,11 +93,27 @@ def test_levels(checkpoint: Checkpoint, plain: np.ndarray, level: int) -> None:
     assert lowered.explanation["disabled"] == sorted(left_out(level))
 
 
-@pytest.mark.parametrize("disabled", SUBSETS, ids=lambda names: "without " + " ".join(sorted(names)))
-def test_random_subsets(checkpoint: Checkpoint, plain: np.ndarray, disabled: frozenset[str]) -> None:
-    lowered = lowered_without(checkpoint, disabled)
+@pytest.mark.parametrize("disabled, enabled", SUBSETS, ids=lambda names: " ".join(sorted(names)) or "none")
+def test_random_subsets(checkpoint: Checkpoint, plain: np.ndarray, disabled: frozenset[str],
+                        enabled: frozenset[str]) -> None:
+    lowered = lowered_without(checkpoint, disabled, enabled=enabled)
     ran = {p["name"] for p in lowered.explanation["passes"]}
-    assert not ran & (disabled - {"FuseEpilogues"})
+    assert not ran & (disabled - {"FuseEpilogues"}) and enabled <= ran
+    np.testing.assert_allclose(logits(checkpoint, lowered), plain, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ON_REQUEST)
+def test_each_pass_on_request(checkpoint: Checkpoint, plain: np.ndarray, name: str) -> None:
+    """Layers have two norms and two sums each; the last norm and a tied head share a table with the embedding."""
+    lowered = lowered_without(checkpoint, frozenset(), enabled=frozenset({name}))
+    kernels = [row["kernel"] for row in lowered.explanation["steps"]["decode"]]
+    layers = checkpoint.config.num_layers
+    if name == "FuseResidual":
+        assert not any("add_rms_norm" in kernel for kernel in kernels)
+    else:
+        folded = [p.name for p in lowered.parameters if "*norm" in p.name]
+        assert len(folded) == 2 * layers + (not checkpoint.config.tie_embeddings)
+        assert any(f"{len(folded)} norm weights folded" in note for note in lowered.explanation["notes"])
     np.testing.assert_allclose(logits(checkpoint, lowered), plain, rtol=0, atol=TOLERANCE)
 
 
