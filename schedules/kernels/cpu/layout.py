@@ -77,7 +77,7 @@ def weight_layout(weight: WeightFormat, out_features: int, in_features: int, swi
     return WeightLayout(name, (("", shape, "uint8"),))
 
 
-def _panel_rows(a: np.ndarray, gate_up: bool) -> np.ndarray:
+def panel_rows(a: np.ndarray, gate_up: bool) -> np.ndarray:
     """`[N, ...]` → `[panels, 2, 16, ...]`, zero rows at the end."""
     def padded(part: np.ndarray, multiple: int) -> np.ndarray:
         short = -len(part) % multiple
@@ -107,7 +107,7 @@ def pack(layout: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str
     if not FORMATS[name].quantized:
         assert isinstance(weight, np.ndarray), f"{layout.name}: got {type(weight).__name__}"
         stored = bfloat16_bits(weight) if dtype == "uint16" else weight.astype(dtype)
-        rows = _panel_rows(stored, gate_up)                                       # [P, 2, 16, K]
+        rows = panel_rows(stored, gate_up)                                       # [P, 2, 16, K]
         packed = rows.transpose(0, 3, 1, 2).reshape(shape)
     else:
         assert isinstance(weight, QuantizedTensor) and weight.format.name == name, f"{layout.name}: wrong format"
@@ -126,7 +126,7 @@ def _pack_quantized(weight: QuantizedTensor, gate_up: bool) -> np.ndarray:
             raise CompileError(f"{weight.format.name} codes must lie in {-record.offset}..{largest - record.offset}, "
                                f"got {codes.min()}..{codes.max()}")
         codes = shifted.astype(np.uint8)
-    rows = _panel_rows(codes, gate_up)                                            # [P, 2, 16, K]
+    rows = panel_rows(codes, gate_up)                                            # [P, 2, 16, K]
     count, groups = len(rows), codes.shape[1] // group
     if weight.format.bits == 4:
         parts = rows.reshape(count, 2, HALF, groups, group // 8, 2, 4)
@@ -137,6 +137,6 @@ def _pack_quantized(weight: QuantizedTensor, gate_up: bool) -> np.ndarray:
     pieces = [data]
     for extra in (weight.scales, weight.minimums if record.has_minimum else None):
         if extra is not None:
-            lane = _panel_rows(extra.astype(weight.format.scale_dtype), gate_up)  # [P, 2, 16, groups]
+            lane = panel_rows(extra.astype(weight.format.scale_dtype), gate_up)  # [P, 2, 16, groups]
             pieces.append(np.ascontiguousarray(lane.transpose(0, 3, 1, 2)).view(np.uint8))
     return np.concatenate(pieces, axis=-1)

@@ -22,14 +22,16 @@ from relaxpack.kernel_spec import (
 )
 from relaxpack.schedules.tuning.tuned import TunedKernels
 from relaxpack.target import TargetSpec
-from relaxpack.weight_format import QuantizedTensor, WeightFormat
+from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
 
-from . import layout
+from . import layout, layout_fp8
 from .attention_decode import decode_attention
 from .attention_prefill import prefill_attention
 from .embedding import embedding
+from .embedding_fp8 import embedding_fp8
 from .isa import Isa
 from .linear_float import linear_float
+from .linear_fp8 import linear_fp8
 from .linear_quantized import linear_quantized
 from .norm import norm
 from .rope_append import rope_append
@@ -54,23 +56,26 @@ class CpuKernels:
         return [(operation, spec, kernel) for (operation, spec), kernel in self._kernels.items()]
 
     def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
-        return layout.weight_layout(weight, out_features, in_features, swiglu)
+        module = layout_fp8 if weight.e4m3 else layout
+        return module.weight_layout(weight, out_features, in_features, swiglu)
 
     def pack(self, layout_: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str, np.ndarray]:
-        return layout.pack(layout_, weight)
+        packed_as = FORMATS[layout_.name.split(".")[1]]
+        return (layout_fp8 if packed_as.e4m3 else layout).pack(layout_, weight)
 
     def linear(self, spec: LinearSpec) -> Kernel:
         _only_float32("linear", spec.activation_dtype, spec.out_dtype)
         extras = (["bias"] if spec.bias else []) + (["residual"] if spec.residual else [])
         name = "_".join(["linear", spec.weight.name, f"{spec.out_features}x{spec.in_features}", *extras,
                          *(["swiglu"] if spec.swiglu else []), spec.phase])
-        make = linear_quantized if spec.weight.quantized else linear_float
+        make = linear_fp8 if spec.weight.e4m3 else linear_quantized if spec.weight.quantized else linear_float
         return self._kernel("linear", spec, name, lambda: make(self.isa, spec), ("x", "weight", *extras), ("y",))
 
     def embedding(self, spec: EmbeddingSpec) -> Kernel:
         _only_float32("embedding", spec.activation_dtype)
         name = f"embedding_{spec.weight.name}_{spec.vocab_size}x{spec.hidden_size}"
-        return self._kernel("embedding", spec, name, lambda: embedding(spec), ("token_ids", "weight"), ("y",))
+        make = embedding_fp8 if spec.weight.e4m3 else embedding
+        return self._kernel("embedding", spec, name, lambda: make(spec), ("token_ids", "weight"), ("y",))
 
     def norm(self, spec: NormSpec) -> Kernel:
         _only_float32("norm", spec.activation_dtype)
