@@ -20,7 +20,7 @@ from relaxpack.bench.load import run_load, served_bundle
 from relaxpack.bench.report import ServiceLevel, environment, summary
 from relaxpack.bench.workload import Workload
 
-_QUIET = 2.5        # load average
+QUIET = 2.5        # load average
 _KEPT = ("output_tokens_per_second", "time_to_first_token", "inter_token_latency", "seconds", "output_tokens")
 
 
@@ -44,8 +44,8 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="measure even if other processes run")
     arguments = parser.parse_args()
     before = os.getloadavg()[0]
-    if before > _QUIET and not arguments.busy:
-        sys.exit(f"the load average is {before:.1f}, above {_QUIET}: wait, or say --busy")
+    if before > QUIET and not arguments.busy:
+        sys.exit(f"the load average is {before:.1f}, above {QUIET}: wait, or say --busy")
     best: dict[int, dict[str, Any]] = {}
     with served_bundle(arguments.bundle) as url:
         for run in range(arguments.runs):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -69,8 +69,9 @@ class LoadClient:
         self._model = self._model or entry["id"]
         return dict(entry)
 
-    async def complete(self, number: int, prompt: str, output_tokens: int, started: float, due: float) -> Sample:
-        """Stream one completion. Never raises: what went wrong is in the sample."""
+    async def complete(self, number: int, prompt: str | Sequence[int], output_tokens: int, started: float,
+                       due: float) -> Sample:
+        """Stream one completion of text or token ids. Never raises: what went wrong is in the sample."""
         sample = Sample(number, due)
         body = {"model": self._model, "prompt": prompt, "max_tokens": output_tokens, "stream": True,
                 "stream_options": {"include_usage": True}, **self._extra}
