@@ -12,6 +12,7 @@ from relaxpack.dist.tuning.engine import is_postgresql
 from relaxpack.dist.tuning.exchange import pull
 from relaxpack.dist.tuning.merge import by_key, union
 from relaxpack.dist.tuning.store import ANY, Query, RecordSource, best, open_store
+from relaxpack.errors import DatabaseError
 from relaxpack.tuning_record import RecordKey, TuningRecord
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ def open_source(location: str) -> RecordSource:
     DatabaseError where nothing is there."""
     if is_store(location):
         return open_store(location, create=False)
+    if "://" not in location and not Path(location).exists():
+        raise DatabaseError(f"there is nothing at {location}: neither a tuning database nor bundles")
     pulled = pull(location)
     for damaged in pulled.damaged:
         log.warning("%s: %s", damaged.where, damaged.problem)

@@ -117,10 +117,16 @@ def choice_text(record: TuningRecord) -> str:
     return f"{choice['library']} {parameters}".strip() if choice["kind"] == "library" else parameters
 
 
-def status_text(record: TuningRecord, other_compiler: str = "") -> Text:
+def status_text(record: TuningRecord, other_compiler: str = "", beaten: bool = False) -> Text:
     if record.status == "good" and other_compiler:
         return Text("stale here", STYLES["note"])
+    if record.status == "good" and beaten:
+        return Text("beaten", "dim")
     return Text(record.status, STYLES[{"good": "ok", "stale": "note", "failed": "problem"}[record.status]])
+
+
+def many(count: int, what: str = "record") -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def summary(record: TuningRecord) -> dict[str, Any]:

@@ -7,7 +7,16 @@ from typing import Any
 
 import click
 
-from relaxpack.cli.db.common import chosen, damage_json, db_option, filter_options, open_source, print_damage, this_machine
+from relaxpack.cli.db.common import (
+    chosen,
+    damage_json,
+    db_option,
+    filter_options,
+    many,
+    open_source,
+    print_damage,
+    this_machine,
+)
 from relaxpack.cli.db.sharing import read_records, receive
 from relaxpack.cli.options import json_option
 from relaxpack.cli.show import print_json
@@ -46,7 +55,7 @@ def export(path: Path, location: str | None, tvm: bool, as_json: bool, here: boo
         count = len(records)
     if as_json:
         return print_json({"path": str(path), "records": count, "left_out": damage_json(left)})
-    click.echo(f"{path}: {count} records")
+    click.echo(f"{path}: {many(count)}")
     print_damage(left, "Left out")
 
 

@@ -15,6 +15,7 @@ from relaxpack.cli.db.common import (
     damage_json,
     db_option,
     filter_options,
+    many,
     open_source,
     print_damage,
     status_text,
@@ -34,7 +35,7 @@ from relaxpack.tuning_record import STATUSES, TuningRecord
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Show the first N.")
 @json_option
 def ls(location: str | None, limit: int | None, as_json: bool, here: bool, **filters: Any) -> None:
-    """List records. The first of a workload and bucket is the one that is used.
+    """List records. Of several good ones of one key, the best is used and the others are shown as "beaten".
 
     A good record of another compiler version is shown as "stale here": `relaxpack db verify` measures it with this one.
 
@@ -43,6 +44,8 @@ def ls(location: str | None, limit: int | None, as_json: bool, here: bool, **fil
       relaxpack db ls --target cuda:sm_90a --bucket 16
       relaxpack db ls --db postgresql://db/tuning --name '*gemv*'
     """
+    from relaxpack.dist.tuning.merge import winners
+
     source = open_source(location)
     everything = list(source.all())
     machine = this_machine() if here else None
@@ -53,10 +56,12 @@ def ls(location: str | None, limit: int | None, as_json: bool, here: bool, **fil
                            "records": [summary(record) for record in shown]})
     if not found:
         why = f": {reason}" if machine and (reason := machine.why_none(everything)) else ""
-        return click.echo(f"{source.location}: none of {len(everything)} records{' is for this machine' * here}{why}")
+        fits = "is for this machine" if machine else "fits"
+        return click.echo(f"{source.location}: none of {many(len(everything))} {fits}{why}")
+    used = {record.id for record in winners(everything).values()}
     rows = [(record.id[:SHORT], record.workload.name, str(record.bucket or ""), described(record.target),
              choice_text(record)[:60], f"{record.median_us:.4g} us ±{record.spread:.0%}", gain(record),
-             status_text(record, other_compiler(record.compiler))) for record in shown]
+             status_text(record, other_compiler(record.compiler), record.id not in used)) for record in shown]
     title = source.location + (f" (the first {limit} of {len(found)})" if len(shown) < len(found) else "")
     console().print(table(title, ("id", "workload", "rows", "target", "choice", "median", "untuned", "status"), rows))
 
@@ -154,7 +159,7 @@ def stats(location: str | None, as_json: bool) -> None:
         return print_json({"location": source.location, "records": len(records), "groups": what,
                            "damaged": damage_json(damaged)})
     out = console()
-    out.print(table(f"{source.location}: {len(records)} records", (
+    out.print(table(f"{source.location}: {many(len(records))}", (
         "target", "hash", "compiler", "keys", "answered by", *STATUSES, "gain"), [
         (str(group["target"]), str(group["target_hash"])[:SHORT], _facts(group["compiler"]), str(group["keys"]),
          ", ".join(f"{count} {kind}" for kind, count in group["choices"].items()),

@@ -14,6 +14,7 @@ from relaxpack.cli.db.common import (
     damage_json,
     db_option,
     filter_options,
+    many,
     merge_json,
     open_source,
     open_store,
@@ -24,8 +25,9 @@ from relaxpack.cli.db.common import (
 from relaxpack.cli.options import json_option
 from relaxpack.cli.show import print_json
 from relaxpack.errors import DamagedRecordError
-from relaxpack.fingerprint import described
-from relaxpack.tuning_record import Damaged, TuningRecord
+from relaxpack.fingerprint import described, difference
+from relaxpack.tuning_record import Damaged, TuningRecord, digest
+from relaxpack.tvm_records import IMPORTED, scheduled
 
 
 @click.command(short_help="Merge databases or bundles into one.")
@@ -132,17 +134,20 @@ def receive(records: Sequence[TuningRecord], damaged: Sequence[Damaged], name: s
     with open_store(location, create=True) as store:
         report = merge_into(store, loaded if only_here else [*loaded, *foreign])
     usable = len(winners(loaded))
+    waiting = sum(record.reason == IMPORTED for record in loaded)
     why = "" if usable or not foreign else machine.why_none(foreign)
-    others = Counter(described(record.target) for record in foreign)
+    others = Counter(_maker(record, machine) for record in foreign)
     if as_json:
         return print_json({"source": name, "location": store.location, **merge_json(report), "usable_here": usable,
+                           "to_verify": waiting,
                            "other_targets_or_compilers": dict(others), "why_none": why,
                            "damaged": damage_json(damaged), "marked_stale": damage_json(broken)})
     print_merge(report, f"{name} into {store.location}")
-    click.echo(f"{usable} keys can be answered on this machine" + (f": {why}" if why else ""))
-    for target, count in sorted(others.items()):
-        click.echo(f"{count} of another target or compiler ({target}): never used here"
-                   + (", left out" if only_here else ""))
+    click.echo(f"{many(usable, 'key')} can be answered on this machine" + (f": {why}" if why else ""))
+    if waiting:
+        click.echo(f"{many(waiting)} to be checked and measured by `relaxpack db verify` before use")
+    for maker, count in sorted(others.items()):
+        click.echo(f"{many(count)} of {maker}: never used here" + (", left out" if only_here else ""))
     print_damage(damaged)
     print_damage(broken, "Do not load here, marked stale")
 
@@ -152,10 +157,16 @@ def _split(records: Sequence[TuningRecord], machine: Here) -> tuple[list[TuningR
     return mine, [record for record in records if not machine.uses(record.key)]
 
 
+def _maker(record: TuningRecord, machine: Here) -> str:
+    """What of a record is not that of this machine: its target, or its compiler alone."""
+    for target, compiler in machine.targets:
+        if digest(target) == record.key.target:
+            return f"another compiler ({described(record.target)}: {difference(compiler, record.compiler)})"
+    return f"another target ({described(record.target)})"
+
+
 def _judged(record: TuningRecord) -> TuningRecord:
     """The record, marked where it cannot be applied by the compiler it claims to be of."""
-    from relaxpack.tvm_records import scheduled
-
     if record.status == "good" and record.choice["kind"] == "trace":
         try:
             scheduled(record)
