@@ -62,10 +62,12 @@ def serving() -> list[str]:
     if (found := newest("serve_peers-*.json")) is not None:
         name, data = found
         rows = [[streams, f"{v['relaxpack']:.0f}", f"{v['llama.cpp']:.0f}", f"{v['ratio']:.2f}x",
-                 f"{v['gain of relaxpack']:.2f}x", f"{v['gain of llama.cpp']:.2f}x"] for streams, v in data["median"].items()]
-        lines += [f"Beside llama.cpp's server (`--parallel 8`), the same requests in turn: {data['prompt_tokens']} prompt and "
-                  f"{data['output_tokens']} output tokens each, greedy, {data['threads']} threads; output tokens per second "
-                  f"in all, median of {len(data['rounds'])} rounds; load average before: {data['load_average_before']:.1f}. "
+                 f"{v['gain of relaxpack']:.2f}x", f"{v['gain of llama.cpp']:.2f}x"]
+                for streams, v in data["median"].items()]
+        lines += ["Beside llama.cpp's server (`--parallel 8`), the same requests in turn: "
+                  f"{data['prompt_tokens']} prompt and {data['output_tokens']} output tokens each, greedy, "
+                  f"{data['threads']} threads; output tokens per second in all, median of {len(data['rounds'])} rounds; "
+                  f"load average before: {data['load_average_before']:.1f}. "
                   f"`benchmarks/serve_peers.py`, results/{name}.", "",
                   *table(["streams", "relaxpack", "llama.cpp", "ratio", "over 1 stream", "llama.cpp over 1"], rows)]
     if (found := newest("prefix-*.json")) is not None:
@@ -83,7 +85,8 @@ def serving() -> list[str]:
         lines += [f"Soak: {data['minutes']:g} minutes, {data['clients']} clients at once of all kinds, every core of the "
                   f"machine busy all the time (load average {data['environment']['load_average']:.0f} on "
                   f"{data['environment']['cores']} cores, shared with other work). "
-                  f"{sum(p['requests'] for p in parts)} requests, {sum(p['left_early'] for p in parts)} clients hung up early; "
+                  f"{sum(p['requests'] for p in parts)} requests, {sum(p['left_early'] for p in parts)} clients hung up "
+                  "early; "
                   f"{'nothing was left over and nobody waited in vain' if not data['problems'] else data['problems']}. "
                   f"`benchmarks/soak.py`, results/{name}.", "",
                   *table(["part", "requests", "hung up", "memory MB", "files open", "cores used"], rows)]
