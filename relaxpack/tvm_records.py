@@ -59,15 +59,20 @@ def workload_module(workload: Workload) -> Any:
 
 def scheduled(record: TuningRecord) -> Any:
     """A Schedule of the record's function with its trace applied. Raises DamagedRecordError where it no longer loads."""
+    if record.choice["kind"] != "trace":
+        raise DamagedRecordError(f"record {record.id[:16]} holds {record.choice['kind']}, not a trace")
+    return apply_trace(record.workload, record.choice["trace"])
+
+
+def apply_trace(workload: Workload, trace: Any) -> Any:
+    """A Schedule of the workload's function with a trace (TVM's JSON form) applied. Raises DamagedRecordError."""
     _tvm()
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import Trace
 
-    if record.choice["kind"] != "trace":
-        raise DamagedRecordError(f"record {record.id[:16]} holds {record.choice['kind']}, not a trace")
-    schedule = Schedule(workload_module(record.workload))
+    schedule = Schedule(workload_module(workload))
     try:
-        Trace.apply_json_to_schedule(record.choice["trace"], schedule)
+        Trace.apply_json_to_schedule(trace, schedule)
     except Exception as error:
         raise DamagedRecordError(f"its trace no longer loads: {_last_line(error)}") from None
     return schedule
@@ -100,7 +105,7 @@ def import_tvm(folder: Path, target: Facts, compiler: Facts, bucket: int | None 
             workloads[index] = Workload("primfunc", _name(module), workload.hash, text)
         except DamagedRecordError as error:
             damaged.append(Damaged(where, str(error)))
-    origin = Origin("unknown", "unknown", "TVM JSON", 0)   # so that importing again, anywhere, gives the same records
+    origin = Origin("unknown", "unknown", "import of TVM JSON", 0)   # so that importing again, anywhere, gives the same records
     records = {}
     for where, line in _lines(paths[1]):
         try:
