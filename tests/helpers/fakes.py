@@ -7,6 +7,7 @@ depend on every slot the sequence can see. So a wrong page, slot, copy or length
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,7 +44,7 @@ class FakeRunner:
         self.decode_twist = decode_twist
         self.keys = np.full((num_pages, page_size), _POISON, np.int64)
         self.gate = Gate()
-        self.plans: list[StepPlan] = []
+        self.plans: deque[StepPlan] = deque(maxlen=1000)      # the latest, so that long tests stay small
         self.fail_next: Exception | None = None
         self.nan_for: int | None = None      # logits are NaN once this token id is the last one
 
