@@ -20,10 +20,8 @@ import numpy as np
 
 import relaxpack
 from relaxpack import tvm_setup
+from relaxpack.build_canaries import BuiltTarget, record_canaries
 from relaxpack.dist.bundle import BundleWriter
-from relaxpack.dist.canary import CANARY, CanarySet, tolerance
-from relaxpack.dist.compat import reasons_against
-from relaxpack.dist.host import detect_host
 from relaxpack.dist.integrity import canonical_json, sha256_bytes
 from relaxpack.dist.key import artifact_key
 from relaxpack.dist.manifest import Manifest, TargetEntry, WeightsSummary
@@ -48,8 +46,6 @@ EMBEDDINGS = ("none", "also", "only")
 MAX_PAGE_SIZE = 65536
 MAX_TOKENS = 2**31 - 1    # that a step may look at: kernels count in int32
 _LIBRARY_BYTES = 32 << 20  # room for code and object files, whose sizes are known too late
-CANARY_TEXTS = {"plain": "The capital of France is", "code": "def fibonacci(n):\n    ",
-                "unicode": "今日は、世界。 Grüße 👋"}
 
 
 @dataclass(frozen=True)
@@ -186,12 +182,10 @@ def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
             folder = dump / plan.spec.file_stem if dump is not None and len(plans) > 1 else dump
             built.append(_build_target(writer, checkpoint, plan, limits, options, folder, shown, stage))
         _write_text_members(writer, checkpoint)
-        canaries = None
-        home = next((one for one in built if not reasons_against(one.plan.spec, detect_host())), None)
-        if home is not None:
-            with stage("canaries", len(CANARY_TEXTS)):
-                canaries = _record_canaries(writer, home, info, checkpoint)
-                writer.add_bytes(CANARY, canaries.to_bytes())
+        functions = options.embeddings != "only", options.embeddings != "none"
+        recorded = record_canaries(writer, [BuiltTarget(one.plan, one.entry, one.library) for one in built], checkpoint,
+                                   info, limits, options.weights, functions, stage)
+        built = [dataclasses.replace(one, entry=entry) for one, entry in zip(built, recorded.entries, strict=True)]
         with stage("bundle"):
             manifest = writer.finish(_manifest(checkpoint, info, built, options))
     report = BuildReport(output, manifest, seconds, [_target_report(one, manifest) for one in built],
@@ -200,9 +194,8 @@ def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
         report.can_chat = False
         if not any("no chat template" in warning for warning in report.warnings):
             report.warnings.append(problem)
-    if canaries is None:
-        names = ", ".join(spec.name for spec in specs)
-        report.warnings.append(f"target {names} cannot run here, so the bundle has no canaries")
+    if recorded.missing:
+        report.warnings.append(f"the bundle has no canaries: {recorded.missing}")
     return report
 
 
@@ -387,23 +380,6 @@ def _chat_problem(checkpoint: Checkpoint) -> str | None:
     except RelaxpackError as error:
         return str(error)
     return None
-
-
-def _record_canaries(writer: BundleWriter, home: _Built, info: ModelInfo, checkpoint: Checkpoint) -> CanarySet:
-    """Run a fresh library on the packed parameters and keep its answers."""
-    import tokenizers
-
-    from relaxpack.runtime.canaries import record
-    from relaxpack.runtime.load import make_runner
-
-    encode = tokenizers.Tokenizer.from_str(checkpoint.assets.files["tokenizer.json"].decode())
-    prompts: dict[str, Sequence[int]] = {name: ids[:info.max_context // 2] for name, text in CANARY_TEXTS.items()
-                                         if (ids := encode.encode(text, add_special_tokens=False).ids)}
-    parameters = writer.open_params(home.entry)
-    own = dataclasses.replace(info, activation_dtype=home.plan.activation_dtype, kv_dtype=home.plan.kv_dtype)
-    runner = make_runner(home.library, home.entry, own, [parameters[name] for name in home.entry.param_order])
-    formats = {fmt.name for fmt in home.plan.formats.values()}
-    return record(runner, prompts, tolerance(formats, home.plan.activation_dtype))
 
 
 def _target_entry(plan: TargetPlan, lowered: Lowered, stem: str, shared: dict[str, tuple[str, ...]],

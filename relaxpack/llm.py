@@ -45,6 +45,8 @@ class LLM:
     say so.
     """
 
+    loaded: LoadedModel | None      # where a bundle was loaded: what that took, and its graphs
+
     def __init__(self, bundle: str | Path, *, device: str | None = None, num_pages: int | None = None,
                  progress: Callable[[int, int], None] | None = None) -> None:
         """`device`: "cpu" or "cuda", by default the best target of the bundle that fits this machine. `num_pages`:
@@ -70,7 +72,7 @@ class LLM:
 
     def _setup(self, engine: Engine, tokenizer: Tokenizer, info: ModelInfo | None) -> None:
         self.engine, self.tokenizer, self.info = engine, tokenizer, info
-        self.loaded: LoadedModel | None = None      # where a bundle was loaded: what that took, and its graphs
+        self.loaded = None
         self.template = ChatTemplate(tokenizer)
         self.generator = TextGenerator(engine, tokenizer)
 

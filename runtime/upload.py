@@ -118,7 +118,7 @@ def _reader(source: Source, files: dict[Path, int]) -> Callable[[np.ndarray, int
 
 
 def _read(descriptor: int, source: TensorRegion, target: np.ndarray, start: int) -> None:
-    view, at = memoryview(target), 0
+    view, at = target.data, 0
     while at < len(view):
         count = os.preadv(descriptor, [view[at:]], source.offset + start + at)
         if count == 0:

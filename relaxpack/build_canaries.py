@@ -1,0 +1,170 @@
+"""Canaries at build: the prompts, the model that answers them here, and what each target of the bundle is held to.
+
+A target that this machine can run answers for itself. For the others (a GPU's code, built where there is no GPU) the
+answers come from a CPU: the bundle's own CPU target, or the same weights lowered for this CPU and thrown away after,
+where that is cheap. The same run watches for values that a float16 target could not hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from relaxpack.dist.bundle import BundleWriter
+from relaxpack.dist.canary import CANARY, CanaryOrigin, CanarySet, foreign_tolerance, tolerance
+from relaxpack.dist.compat import reasons_against
+from relaxpack.dist.host import detect_host
+from relaxpack.dist.manifest import TargetEntry
+from relaxpack.dist.params import ParamsReader, ParamsWriter
+from relaxpack.dist.store import FolderStore
+from relaxpack.errors import CompileError, RelaxpackError
+from relaxpack.model_info import ModelInfo
+from relaxpack.passes.config import PipelineConfig
+from relaxpack.target import parse_target
+from relaxpack.target_plan import TargetPlan, plan_targets
+from relaxpack.weights import ParameterMaker
+
+if TYPE_CHECKING:
+    from relaxpack.relax_models.checkpoint import Checkpoint
+    from relaxpack.relax_models.export import BuildLimits
+    from relaxpack.runtime.model_runner import CpuModelRunner
+    from relaxpack.runtime.value_range import Extreme
+
+CANARY_TEXTS = {"plain": "The capital of France is", "code": "def fibonacci(n):\n    ",
+                "unicode": "今日は、世界。 Grüße 👋"}
+REFERENCE_BYTES = 4_000_000_000     # weights beyond this are not lowered a second time for a reference
+FLOAT16_MAX = 65504.0
+Stage = Callable[[str, int | None], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class BuiltTarget:
+    """A target whose library and parameters are in the bundle; the library also lies at `library`."""
+
+    plan: TargetPlan
+    entry: TargetEntry
+    library: Path
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """`entries`: the targets, each with its `canary`. `missing`: why there are no canaries, empty where there are."""
+
+    entries: tuple[TargetEntry, ...]
+    missing: str
+
+
+@dataclass(frozen=True)
+class _Witness:
+    """A model that runs here and answers the prompts. `name`: of its target."""
+
+    name: str
+    plan: TargetPlan
+    runner: Any
+
+
+def record_canaries(writer: BundleWriter, built: Sequence[BuiltTarget], checkpoint: Checkpoint, info: ModelInfo,
+                    limits: BuildLimits, weights: str, functions: tuple[bool, bool], stage: Stage) -> Recorded:
+    """Write canary.json, if any model of these weights runs here. `functions`: whether the model generates, and whether it
+    embeds. Raises CompileError where a float16 target would overflow, and where the answers are not finite."""
+    own = next((one for one in built if not reasons_against(one.plan.spec, detect_host())), None)
+    halves = [one.plan.spec.name for one in built if one.plan.activation_dtype == "float16"]
+    with stage("canaries", len(CANARY_TEXTS)):
+        try:
+            witness = _own(writer, own, info) if own else _reference(writer, checkpoint, info, limits, weights, functions)
+        except _NotAffordable as reason:
+            return Recorded(tuple(dataclasses.replace(one.entry, canary=CanaryOrigin(reason=str(reason)).to_json())
+                                  for one in built), str(reason))
+        canaries, extreme = _answers(witness, checkpoint, bool(halves))
+        if extreme is not None and extreme.value > FLOAT16_MAX:
+            raise CompileError(f"{', '.join(halves)}: activations do not fit into float16, which ends at 65504: {extreme}; "
+                               "build with --dtype bfloat16")
+        writer.add_bytes(CANARY, canaries.to_bytes())
+    return Recorded(tuple(dataclasses.replace(one.entry, canary=_origin(one.plan, witness).to_json()) for one in built), "")
+
+
+def _origin(plan: TargetPlan, witness: _Witness) -> CanaryOrigin:
+    formats = {fmt.name for fmt in (*plan.formats.values(), *witness.plan.formats.values())}
+    if plan.spec.name == witness.name:
+        return CanaryOrigin(witness.name, tolerance(formats, plan.activation_dtype))
+    return CanaryOrigin(witness.name, foreign_tolerance(formats, plan.activation_dtype))
+
+
+class _NotAffordable(Exception):
+    """No reference is made, for the reason that is said."""
+
+
+def _own(writer: BundleWriter, one: BuiltTarget, info: ModelInfo) -> _Witness:
+    from relaxpack.runtime.load import make_runner
+
+    parameters = writer.open_params(one.entry)
+    here = dataclasses.replace(info, activation_dtype=one.plan.activation_dtype, kv_dtype=one.plan.kv_dtype)
+    runner = make_runner(one.library, one.entry, here, [parameters[name] for name in one.entry.param_order])
+    return _Witness(one.plan.spec.name, one.plan, runner)
+
+
+def _reference(writer: BundleWriter, checkpoint: Checkpoint, info: ModelInfo, limits: BuildLimits, weights: str,
+               functions: tuple[bool, bool]) -> _Witness:
+    """The same weights for this CPU, in the writer's scratch folder. Raises _NotAffordable."""
+    from relaxpack.lowering import lower_model
+    from relaxpack.runtime.load import make_runner
+    from relaxpack.schedules.kernels.cpu.provider import CpuKernels
+
+    (plan,) = plan_targets([parse_target("cpu")], checkpoint, weights, None, None)
+    size = int(sum(math.prod(checkpoint.tensors[name].shape) * fmt.bytes_per_weight()
+                   for name, fmt in plan.formats.items()))
+    if size > REFERENCE_BYTES:
+        raise _NotAffordable(f"no target runs on the machine that built it, and a CPU reference of {size / 1e9:.1f} GB is "
+                             "not made")
+    if reasons := reasons_against(plan.spec, detect_host()):
+        raise _NotAffordable(f"no target runs on the machine that built it, and this CPU cannot: {reasons[0]}")
+    folder = writer.scratch / "reference"
+    try:
+        writer.require_space(size)
+        provider = CpuKernels(plan.spec)
+        lowered = lower_model(checkpoint.config, limits, plan.spec, provider, plan.formats, plan.activation_dtype,
+                              plan.kv_dtype, PipelineConfig(), None, lambda stage: None, *functions)
+    except RelaxpackError as error:     # the bundle is whole without canaries
+        raise _NotAffordable(f"no target runs on the machine that built it, and a CPU reference cannot be made: {error}"
+                             ) from error
+    folder.mkdir()
+    library = folder / "reference.so"
+    lowered.executable.export_library(str(library), workspace_dir=str(folder))
+    params, maker = ParamsWriter(folder, "reference", writer.require_space), ParameterMaker(checkpoint, provider)
+    for p in lowered.parameters:
+        params.add(p.name, {"": maker.make(p.recipe, p.dtype)})
+    params.close()
+    reader = ParamsReader(FolderStore(folder), params.members)
+    entry = TargetEntry(plan.spec, "lib/reference.so", "reference", tuple(params.names), lowered.functions, lowered.bounds)
+    here = dataclasses.replace(info, activation_dtype=plan.activation_dtype, kv_dtype=plan.kv_dtype)
+    return _Witness(plan.spec.name, plan, make_runner(library, entry, here, [reader[name] for name in params.names]))
+
+
+def _answers(witness: _Witness, checkpoint: Checkpoint, watch: bool) -> tuple[CanarySet, Extreme | None]:
+    from relaxpack.runtime.canaries import record
+
+    formats = {fmt.name for fmt in witness.plan.formats.values()}
+    allowed = tolerance(formats, witness.plan.activation_dtype)
+    found = prompts(checkpoint, witness.runner.max_context)
+    if not watch or witness.plan.spec.kind != "cpu":     # a GPU's own numbers are float16 and checked for being finite
+        return record(witness.runner, found, allowed), None
+    from relaxpack.runtime.value_range import watch_values
+
+    runner: CpuModelRunner = witness.runner
+    with watch_values(runner) as watched:
+        canaries = record(runner, found, allowed)
+    return canaries, watched.extreme
+
+
+def prompts(checkpoint: Checkpoint, max_context: int) -> Mapping[str, Sequence[int]]:
+    """Token ids by name, cut to half of the context."""
+    import tokenizers
+
+    encode = tokenizers.Tokenizer.from_str(checkpoint.assets.files["tokenizer.json"].decode())
+    return {name: ids[:max_context // 2] for name, text in CANARY_TEXTS.items()
+            if (ids := encode.encode(text, add_special_tokens=False).ids)}

@@ -1,0 +1,71 @@
+"""The largest activation of a model while it runs on a CPU, with the kernel and the layer it came from: what tells
+whether the model fits into float16. By an instrument in TVM's VM, kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from relaxpack.runtime.model_runner import CpuModelRunner
+from relaxpack.runtime.vm import as_array
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """`layer`: attention kernels that ran before in this step, less one; None before the first."""
+
+    value: float
+    kernel: str
+    layer: int | None
+
+    def __str__(self) -> str:
+        where = "before the first attention" if self.layer is None else f"layer {self.layer}"
+        return f"a value of {self.value:.3g} in {where}, from {self.kernel}"
+
+
+class Watch:
+    """Keeps the first value beyond any float16, else the largest so far."""
+
+    LIMIT = 65504.0
+
+    def __init__(self) -> None:
+        self.extreme: Extreme | None = None
+        self._attention = 0
+
+    def __call__(self, func: Any, name: str, before_run: bool, ret_value: Any, *args: Any) -> None:
+        if before_run:
+            if name.startswith("embedding"):     # a step begins
+                self._attention = 0
+            return
+        if "attention" in name:
+            self._attention += 1
+        if self.extreme is not None and self.extreme.value > self.LIMIT:
+            return
+        for argument in args:
+            value = _largest(argument)
+            if value is not None and (self.extreme is None or value > self.extreme.value):
+                self.extreme = Extreme(value, name, self._attention - 1 if self._attention else None)
+
+
+def _largest(argument: Any) -> float | None:
+    """Of activations: float32 matrices, a row for each token. Weights are packed otherwise or are vectors."""
+    shape = getattr(argument, "shape", None)
+    if shape is None or len(shape) != 2 or str(argument.dtype) != "float32" or 0 in shape:
+        return None
+    array = np.abs(as_array(argument))
+    return float("inf") if not np.isfinite(array).all() else float(array.max())
+
+
+@contextmanager
+def watch_values(runner: CpuModelRunner) -> Iterator[Watch]:
+    watch = Watch()
+    runner.instrument(watch)
+    try:
+        yield watch
+    finally:
+        runner.instrument(lambda *_: None)
