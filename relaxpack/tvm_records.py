@@ -31,7 +31,8 @@ class Imported(NamedTuple):
 def primfunc_workload(func: Any, name: str) -> Workload:
     """The workload of an unscheduled PrimFunc of constant shapes, whatever its global symbol. Hash and text are those of
     MetaSchedule's own database."""
-    tvm = _tvm()
+    import relaxpack.tvm_setup  # noqa: F401
+    import tvm
     from tvm.s_tir.meta_schedule.database import Workload as TvmWorkload
 
     module = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
@@ -41,7 +42,7 @@ def primfunc_workload(func: Any, name: str) -> Workload:
 
 def workload_module(workload: Workload) -> Any:
     """The IRModule of a "primfunc" workload. Raises DamagedRecordError where it does not load or has another hash."""
-    _tvm()
+    import relaxpack.tvm_setup  # noqa: F401
     import tvm_ffi
     from tvm.s_tir.meta_schedule.database import Workload as TvmWorkload
 
@@ -66,7 +67,7 @@ def scheduled(record: TuningRecord) -> Any:
 
 def apply_trace(workload: Workload, trace: Any) -> Any:
     """A Schedule of the workload's function with a trace (TVM's JSON form) applied. Raises DamagedRecordError."""
-    _tvm()
+    import relaxpack.tvm_setup  # noqa: F401
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import Trace
 
@@ -105,7 +106,7 @@ def import_tvm(folder: Path, target: Facts, compiler: Facts, bucket: int | None 
             workloads[index] = Workload("primfunc", _name(module), workload.hash, text)
         except DamagedRecordError as error:
             damaged.append(Damaged(where, str(error)))
-    origin = Origin("unknown", "unknown", "import of TVM JSON", 0)   # so that importing again, anywhere, gives the same records
+    origin = Origin("unknown", "unknown", "import of TVM JSON", 0)   # importing again, anywhere, gives the same records
     records = {}
     for where, line in _lines(paths[1]):
         try:
@@ -128,7 +129,8 @@ def import_tvm(folder: Path, target: Facts, compiler: Facts, bucket: int | None 
 def export_tvm(records: Iterable[TuningRecord], folder: Path) -> tuple[int, list[Damaged]]:
     """Write good records with a trace as TVM's two files, replacing those in `folder`. TVM looks them up whatever the
     target is, so they must be of one target. Returns how many, and those that TVM has no form for."""
-    tvm = _tvm()
+    import relaxpack.tvm_setup  # noqa: F401
+    import tvm
     from tvm.s_tir.meta_schedule import database
     from tvm.s_tir.meta_schedule.arg_info import ArgInfo
 
@@ -157,13 +159,6 @@ def export_tvm(records: Iterable[TuningRecord], folder: Path) -> tuple[int, list
             path.touch()
             path.replace(folder / name)
     return len(chosen), left
-
-
-def _tvm() -> Any:
-    import relaxpack.tvm_setup  # noqa: F401
-    import tvm
-
-    return tvm
 
 
 def _tvm_target(tvm: Any, facts: Facts) -> Any:
