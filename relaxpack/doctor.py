@@ -200,7 +200,8 @@ def _cuda() -> Iterator[Finding]:
                       "" if new else "TVM's CUDA runtime needs a driver for CUDA 13.0 or newer (580 or newer)")
         for gpu in driver.gpus:
             arch = f"sm_{gpu.capability[0]}{gpu.capability[1]}"
-            yield Finding("CUDA", "GPU", "ok", f"{gpu.name}, {gpu.memory_bytes / 1e9:.0f} GB, {arch}")
+            yield Finding("CUDA", "GPU", "ok", f"{gpu.name}, {gpu.memory_bytes / 1e9:.0f} GB, {arch}",
+                          "a bundle built where there was no GPU is checked by: relaxpack verify BUNDLE --device cuda")
         runtime = _has_library("libcudart.so.13", "nvidia-cuda-runtime")
         yield Finding("CUDA", "runtime", "ok" if runtime else "problem", runtime or "libcudart.so.13 is not found",
                       "" if runtime else "pip install 'relaxpack[cuda]'")

@@ -42,6 +42,7 @@ class LoadReport:
     weight_bytes: int
     seconds: dict[str, float] = field(default_factory=dict)    # by part: library, weights, memory
     plan: DevicePlan | None = None
+    note: str = ""       # what somebody should know who runs it
 
     def to_json(self) -> dict[str, Any]:
         copied = self.plan is not None and self.seconds.get("weights")
@@ -124,6 +125,9 @@ def load_runner(bundle: Bundle, kind: str | None = None, num_pages: int | None =
         params[name] if entry.target.kind == "cpu" else params.region(name) for name in entry.param_order]
     if report is not None:
         report.target = entry.target.name
+        if entry.canary and entry.canary.get("recorded_by") != entry.target.name:
+            report.note = (f"{entry.target.name} could not run where it was built: relaxpack verify BUNDLE --device "
+                           f"{entry.target.kind} checks its answers here")
         report.weight_bytes = sum(params.region(name).bytes for name in entry.param_order)
     return make_runner(bundle.path(entry.library), entry, bundle.manifest.info_for(entry), parameters, num_pages, graphs,
                        progress, report)

@@ -27,7 +27,8 @@ def inspect(bundle: str, as_json: bool, members: bool) -> None:
     out = console()
     out.print(table(f"{what['path']} ({what['form']})", ("", ""), _overview(what)))
     out.print()
-    out.print(table("Targets", ("target", "fits here", "computes in, KV in", "library", "parameters", "arena", "kernels"),
+    columns = ("target", "fits here", "computes in, KV in", "library", "parameters", "arena", "kernels", "canaries")
+    out.print(table("Targets", columns,
                     [_target_row(entry, what["chosen"]) for entry in what["targets"]]))
     out.print()
     if what["manifest"]["build_options"]:
@@ -78,7 +79,15 @@ def _target_row(entry: dict[str, Any], chosen: str | None) -> tuple[str | Text, 
     shared = f", shared with {', '.join(entry['shared_with'])}" if entry["shared_with"] else ""
     return (entry["name"], fits, f"{entry['activation_dtype']}, {entry['kv_dtype']}", human_bytes(entry["library_bytes"]),
             f"{human_bytes(entry['params_bytes'])} in {entry['tensors']}{shared}",
-            "" if arena is None else human_bytes(arena), kernels)
+            "" if arena is None else human_bytes(arena), kernels, _canary_text(entry))
+
+
+def _canary_text(entry: dict[str, Any]) -> str:
+    """Whose answers a target is held to."""
+    by = entry["canary"].get("recorded_by")
+    if by is None:
+        return f"none: {entry['canary']['reason']}" if "reason" in entry["canary"] else ""
+    return "its own" if by == entry["name"] else f"by {by}: it could not run where it was built"
 
 
 def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:

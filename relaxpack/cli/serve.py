@@ -99,6 +99,8 @@ def _prepare(llm: LLM, warm_up: bool) -> None:
         return
     report = llm.loaded.report
     click.echo(str(report), err=True)
+    if report.note:
+        click.echo(f"note: {report.note}", err=True)
     if report.plan is not None:
         click.echo(str(report.plan), err=True)
     if warm_up:

@@ -134,3 +134,44 @@ def test_verify_without_running(bundle: Path, capsys: pytest.CaptureFixture[str]
     assert run(["verify", str(bundle), "--no-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"path": str(bundle), "ok": True, "members": 4, "canaries": []}
     shutil.rmtree(bundle)
+
+
+def held_to(bundle: Path, **canary: object) -> None:
+    """Say in the manifest whose answers the target is held to."""
+    manifest = json.loads((bundle / "manifest.json").read_bytes())
+    manifest["targets"][0]["canary"] = canary
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_verify_of_a_target_that_could_not_run_where_it_was_built(bundle: Path, fake_runner: type[FakeRunner],
+                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    held_to(bundle, recorded_by="cpu:other", tolerance=0.25)
+    fake_runner.offset = 0.2        # beyond what the answering target itself would be allowed
+    assert run(["verify", str(bundle)]) == 0
+    out = capsys.readouterr().out
+    assert "note  cpu:x86-64-v3 could not run where it was built: its answers are held against those of cpu:other" in out
+    assert "ok  hello: logits within 0.2 (tolerance 0.25)" in out
+    fake_runner.offset = 0.3
+    assert run(["verify", str(bundle), "--json"]) == 5
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["target"], answer["recorded_by"]) == ("cpu:x86-64-v3", "cpu:other")
+    assert run(["inspect", str(bundle)]) == 0
+    assert "by cpu:other: it could not run where it was built" in " ".join(capsys.readouterr().out.split())
+
+
+def test_verify_says_why_there_are_no_canaries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_bundle(tmp_path / "x.bundle")
+    held_to(tmp_path / "x.bundle", reason="a CPU reference of 16.0 GB is not made")
+    manifest = json.loads((tmp_path / "x.bundle" / "manifest.json").read_bytes())
+    del manifest["members"]["canary.json"]
+    (tmp_path / "x.bundle" / "manifest.json").write_text(json.dumps(manifest))
+    assert run(["verify", str(tmp_path / "x.bundle")]) == 5
+    assert "has no canary.json: a CPU reference of 16.0 GB is not made, so" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("canary", [{"tolerance": 1}, {"recorded_by": 3}, {"recorded_by": "x", "tolerance": "much"}])
+def test_a_canary_entry_that_says_nothing(bundle: Path, canary: dict[str, object],
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    held_to(bundle, **canary)
+    assert run(["verify", str(bundle)]) == 5
+    assert "manifest.json is damaged: a target's canary" in capsys.readouterr().err
