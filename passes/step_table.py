@@ -7,6 +7,9 @@ Costs are linear in the rows of the step and in the context, so a table made at 
 
 Bytes are the least any kernel could move: weights once, activations once each way, keys and values once per query (once
 per sequence in a prefill, where `context_bytes` counts for one row). Workspace of kernels is not counted.
+
+`depth` is a kernel's place in the chain of kernels that wait for one another's results. Where the deepest one is as deep
+as there are kernels, none could run beside another, and none is left to merge with a neighbour that it does not feed.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.passes.rewrite import exported_functions, is_op, num_inputs
+from relaxpack.passes.rewrite import exported_functions, is_op, num_inputs, variables
 from tvm import relax
 
 OPERATIONS = "relaxpack.operations"   # module attribute: JSON of PrimFunc name → facts about the operation it is part of
@@ -24,15 +27,28 @@ _COSTS = ("weight_bytes", "row_bytes", "context_bytes", "row_flops", "context_fl
 
 
 def step_table(mod: tvm.IRModule) -> dict[str, list[dict[str, Any]]]:
-    """Function → calls in order: kernel, operation, rows, shape and the five costs. For a module after phase `lower`."""
+    """Function → calls in order: kernel, operation, rows, shape, depth and the five costs. For a module after phase
+    `lower`."""
     operations = json.loads(str(mod.attrs[OPERATIONS]))
     table = {}
     for gv, func in exported_functions(mod):
         weights = set(func.params[num_inputs(func):])
-        calls = [binding.value for block in func.body.blocks for binding in block.bindings]
-        table[gv.name_hint] = [_row(call, weights, operations) for call in calls
-                               if is_op(call, "relax.call_tir") or is_op(call, "relax.call_tir_inplace")]
+        table[gv.name_hint] = [{**_row(call, weights, operations), "depth": depth} for call, depth in _kernel_calls(func)]
     return table
+
+
+def _kernel_calls(func: Any) -> list[tuple[Any, int]]:
+    """(call, depth) in order."""
+    found: list[tuple[Any, int]] = []
+    depths: dict[Any, int] = {}
+    for binding in (binding for block in func.body.blocks for binding in block.bindings):
+        value = binding.value
+        depth = max((depths.get(var, 0) for var in variables(value)), default=0)
+        if is_op(value, "relax.call_tir") or is_op(value, "relax.call_tir_inplace"):
+            depth += 1
+            found.append((value, depth))
+        depths[binding.var] = depth
+    return found
 
 
 def _row(call: Any, weights: set[Any], operations: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     graph     well-formed; every exported function present
     weights   no `permute_dims` reads a parameter: weights are stored as their kernels read them
-    fuse      no standalone unpack (dequantise), no bare matmul left
+    fuse      no standalone unpack (dequantise), no bare matmul, no conversion of any layout left
     lower     no placeholder left, no Relax operation that is not a kernel call or a view, every PrimFunc of a GPU
               scheduled; every function takes the same parameters
 """
@@ -19,6 +19,7 @@ from relaxpack.passes.schedule_rest import SOURCE
 from relaxpack.placeholders import UNPACK
 from tvm import relax
 
+_CONVERSIONS = ("permute_dims", "layout_transform")   # relax operations; legalised they are called transpose, ...
 # What may stand beside kernel calls after lowering; none of it computes anything.
 _LOWERED = {f"relax.{name}" for name in ("call_tir", "call_tir_inplace", "call_pure_packed", "reshape", "shape_of")}
 
@@ -31,6 +32,11 @@ def _complaint(phase: str, value: Any, parameters: set[Any]) -> str | None:
             return "a weight is unpacked on its own"
         if is_op(value, "relax.matmul"):
             return "a matmul has no kernel"
+        if any(is_op(value, f"relax.{name}") for name in _CONVERSIONS):
+            return "a layout is converted at run time"
+    if phase == "lower" and is_op(value, "relax.call_tir") and value.args[0].name_hint.startswith(
+            ("transpose", "layout_transform")):
+        return "a layout is converted at run time"
     if phase == "lower" and placeholder_name(value) is not None:
         return f"{placeholder_name(value)} was not lowered"
     if phase == "lower" and isinstance(value, tvm.ir.Call) and isinstance(value.op, tvm.ir.Op) \

@@ -38,6 +38,7 @@ def explanation(bundle: Bundle, rows: int = 1, context: int = 1024, machine: Mac
         "weights": dict(manifest.weights.formats), "options": dict(manifest.build_options),
         "machine": asdict(machine), "rows": rows, "context": context,
         "step": {"function": decode, **_totals(costs, measured), "floor_bytes": floor,
+                 "chain": max((call.get("depth", 0) for call in steps.get(decode, ())), default=0),
                  "bytes_over_floor": sum(c.bytes for c in costs) / floor if floor else None, "kernels": kernels},
         "prefill": {"function": prompts, "rows": chunk, **_totals(prefill, ()),
                     "kernels": [asdict(cost) for cost in prefill]},

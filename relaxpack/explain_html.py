@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from relaxpack.cli.explain import by_kernel
+from relaxpack.cli.explain import by_kernel, chain_text
 from relaxpack.cli.show import human_bytes
 from relaxpack.explain_passes import passes
 from relaxpack.html_parts import Html, table, text
@@ -137,7 +137,7 @@ def _step(what: dict[str, Any]) -> str:
             f"{what['context']}: {step['launches']} kernels, {human_bytes(step['bytes'])}, "
             f"{step['flops'] / 1e9:.2f} GFLOP. The prediction is the larger of bytes over "
             f"{machine['bandwidth'] / 1e9:.0f} GB/s and FLOPs over {machine['peak'] / 1e12:.2f} TFLOP/s "
-            f"({text(machine['origin'])}), kernel by kernel, without launches.</p>"
+            f"({text(machine['origin'])}), kernel by kernel, without launches. {chain_text(step)}</p>"
             f"{_legend(step['kernels'])}{bars}<br>{_kernel_tables(step, timed)}")
 
 

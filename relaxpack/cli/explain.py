@@ -92,7 +92,8 @@ def _print(what: dict[str, Any]) -> None:
     over = f", {step['bytes_over_floor']:.3f} of weights + keys and values + logits" if step["bytes_over_floor"] else ""
     out.print(f"{step['launches']} kernels, {human_bytes(step['bytes'])}{over}, {step['flops'] / 1e9:.2f} GFLOP, "
               f"at least {step['seconds'] * 1e3:.2f} ms"
-              + (f", measured {step['measured_seconds'] * 1e3:.2f} ms" if timed else "") + "\n")
+              + (f", measured {step['measured_seconds'] * 1e3:.2f} ms" if timed else ""))
+    out.print(chain_text(step) + "\n")
     for note in what["notes"]:
         out.print(note, markup=False)
     out.print(table("What each pass left", ("phase", "pass", "decode", "prefill", "PrimFuncs"), [
@@ -164,6 +165,15 @@ def by_kernel(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if field in kernel:
                 known[field] += kernel[field]
     return list(sums.values())
+
+
+def chain_text(step: dict[str, Any]) -> str:
+    """Whether kernels could run side by side."""
+    beside = step["launches"] - step["chain"]
+    if not step["chain"]:
+        return ""
+    return (f"{beside} of them could run beside others: they do not wait for their results." if beside
+            else "Each waits for the result of the one before, so none could run beside another.")
 
 
 def changes(passes: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -44,6 +44,7 @@ def test_the_step_adds_up(document: dict[str, Any]) -> None:
     assert step["bytes_over_floor"] < 1.05                                   # tiny activations are not that tiny
     assert step["seconds"] == pytest.approx(sum(max(k["bytes"] / 1e10, k["flops"] / 1e11) for k in step["kernels"]))
     assert sum(k["calls"] for k in by_kernel(step["kernels"])) == step["launches"] == len(step["kernels"])
+    assert step["chain"] == step["launches"]
     assert document["memory"]["arena_bytes"] <= 1.05 * document["memory"]["live_bytes"]
 
 

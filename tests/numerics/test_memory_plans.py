@@ -68,6 +68,7 @@ def test_published_shapes_on_a_cpu(model: str) -> None:
     assert floor_bytes(decode, 1, 1024) <= moved <= 1.03 * floor_bytes(decode, 1, 1024)
     sources = {str(f.attrs["relaxpack.source"]) for f in before.functions.values()
                if f.attrs and "relaxpack.source" in f.attrs}
+    assert max(c["depth"] for c in decode) == len(decode)              # one chain: nothing could run side by side
     assert sources <= {"rule:cpu.elementwise"}                        # no fallback is left
 
 

@@ -12,6 +12,7 @@ from tests.helpers.ir import check_declines
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
+from tvm.script import tirx as T
 
 
 @I.ir_module
@@ -52,6 +53,39 @@ class BareMatmul:
 
 
 @I.ir_module
+class Converted:
+    """An activation in another layout."""
+    @R.function
+    def step(x: R.Tensor((4, 8), "float32"), w: R.Tensor((8, 16), "float32")):
+        R.func_attr({"num_input": 1})
+        with R.dataflow():
+            turned = R.permute_dims(x)
+            y = R.call_dps_packed("relaxpack.linear", (turned, w, R.str("f32"), R.prim_value(0)),
+                                  out_ty=R.Tensor((8, 16), "float32"))
+            R.output(y)
+        return y
+
+
+@I.ir_module
+class Legalised:
+    @T.prim_func(private=True, s_tir=True)
+    def transpose(x: T.Buffer((T.int64(4), T.int64(8)), "float32"), y: T.Buffer((T.int64(8), T.int64(4)), "float32")):
+        T.func_attr({"tirx.is_scheduled": True})
+        for i in range(8):
+            for j in range(4):
+                y[i, j] = x[j, i]
+
+    @R.function
+    def step(x: R.Tensor((4, 8), "float32")):
+        R.func_attr({"num_input": 1})
+        cls = Legalised
+        with R.dataflow():
+            y = R.call_tir(cls.transpose, (x,), out_ty=R.Tensor((8, 4), "float32"))
+            R.output(y)
+        return y
+
+
+@I.ir_module
 class NotLowered:
     @R.function
     def step(x: R.Tensor(("t", 8), "float32"), w: R.Tensor((8,), "float32")):
@@ -86,6 +120,8 @@ class Disagreeing:
     ("lower", Transposed, "step: a weight is transposed at run time"),
     ("fuse", Unpacked, "step: a weight is unpacked on its own"),
     ("fuse", BareMatmul, "step: a matmul has no kernel"),
+    ("fuse", Converted, "step: a layout is converted at run time"),
+    ("lower", Legalised, "step: a layout is converted at run time"),
     ("lower", NotLowered, "step: relaxpack.rms_norm was not lowered"),
     ("graph", Disagreeing, "disagree about their parameters"),
     ("graph", tvm.IRModule({}), "disagree about their parameters"),
@@ -97,7 +133,7 @@ def test_a_broken_rule(phase: str, mod: tvm.IRModule, complaint: str):
 
 
 @pytest.mark.parametrize("phase, mod", [("graph", Transposed), ("weights", Unpacked), ("weights", BareMatmul),
-                                        ("fuse", NotLowered)])
+                                        ("weights", Converted), ("fuse", NotLowered)])
 def test_what_a_phase_allows(phase: str, mod: tvm.IRModule):
     check_declines(mod, VerifyPhase(phase))
 

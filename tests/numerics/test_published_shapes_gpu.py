@@ -1,0 +1,39 @@
+"""A decode step of Llama-3.2-1B for sm_90a, two of its layers, as far as no GPU is needed: every kernel is ours, none could
+run beside another, and little more than weights, keys and values, and logits is moved. No code is generated; docs/passes.md
+has the whole models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import relaxpack.tvm_setup  # noqa: F401
+import tvm
+from relaxpack.compile import kernel_provider
+from relaxpack.lowering import attention_spec
+from relaxpack.passes.config import PipelineConfig
+from relaxpack.passes.pipeline import phases, run_phases
+from relaxpack.passes.step_table import step_table
+from relaxpack.relax_models.export import BuildLimits, export_model
+from relaxpack.schedules.rest import SOURCE, rest_rule
+from relaxpack.step_costs import floor_bytes
+from relaxpack.target import parse_target
+from tests.helpers.model_shapes import SHAPES, formats_of
+
+
+def test_a_step_for_sm_90a() -> None:
+    config = replace(SHAPES["Llama-3.2-1B"], num_layers=2, layer_windows=(None,) * 2)
+    target, limits = parse_target("cuda:sm_90a"), BuildLimits(2048, max_batch=1, prefill_chunk=16)
+    all_phases = phases(kernel_provider(target), attention_spec(config, limits, "bfloat16", "bfloat16"),
+                        formats_of(config, "bf16", "bf16"), PipelineConfig(decode_buckets=(1,), cuda_graph=True),
+                        rest_rule(target))
+    exported = export_model(config, limits, "bfloat16", "bfloat16", device_sampling=True)
+    mod = tvm.IRModule({gv: f for gv, f in exported.functions_items() if gv.name_hint not in ("prefill", "sample")})
+    lowered = run_phases(mod, target.to_tvm(), all_phases[:-1])
+    calls = step_table(lowered)["decode_1"]
+    moved = sum(c["weight_bytes"] + c["row_bytes"] + 1024 * c["context_bytes"] for c in calls)
+    assert floor_bytes(calls, 1, 1024) <= moved <= 1.03 * floor_bytes(calls, 1, 1024)
+    assert max(c["depth"] for c in calls) == len(calls)
+    rest = {gv.name_hint: str(f.attrs[SOURCE]) for gv, f in lowered.functions_items()
+            if isinstance(f, tvm.tirx.PrimFunc) and f.attrs and SOURCE in f.attrs}
+    assert set(rest.values()) == {"rule:cuda.elementwise"} and "next_token_ids" in rest, rest
