@@ -95,19 +95,20 @@ class LimitsMiddleware:
         size, more = 0, True
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                while more:
+                while more and size <= limit:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _Gone
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
-                    if size > limit:
-                        await _discard(receive, _DRAIN_FACTOR * limit)
-                        raise _too_large(None, limit)
                     parts.append(part)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._limits.body_seconds:g} seconds: send it faster",
                            code="timeout", headers={"Connection": "close"}) from None
+        if size > limit:
+            if more:
+                await _discard(receive, _DRAIN_FACTOR * limit)
+            raise _too_large(None, limit)
         body = b"".join(parts)
         _check_text(body)
         given = False

@@ -97,6 +97,12 @@ def test_bodies_that_are_too_large_are_refused_with_the_limit(monkeypatch):
         chunked = (json.dumps(large).encode()[i:i + 1000] for i in range(0, 21_000, 1000))
         response = session.post("/v1/chat/completions", content=chunked, headers={"Content-Type": "application/json"})
         error_of(response, 413)
+        whole = json.dumps(large).encode()
+        at_once = b"%x\r\n%s\r\n0\r\n\r\n" % (len(whole), whole)
+        with connect(server) as connection:     # nothing is left to wait for
+            connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                               b"Transfer-Encoding: chunked\r\n\r\n" + at_once)
+            read_until(connection, b" 413 ")
         assert session.post("/v1/chat/completions", json=body_of()).status_code == 200
 
 
