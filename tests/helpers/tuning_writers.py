@@ -63,6 +63,8 @@ def read(location: str, stop: int, told: IO[str]) -> None:
             assert len(found) >= seen, f"{seen} records, then {len(found)}"
             assert not store.damaged()
             seen, rounds = len(found), rounds + 1
+            if rounds == 1:
+                print("reading", file=told, flush=True)
     print(json.dumps({"rounds": rounds, "seen": seen}), file=told, flush=True)
 
 
@@ -98,6 +100,7 @@ def main(location: str, count: int) -> None:
     open_store(location).close()
     stop, stopping = os.pipe()
     reader = _reader(location, stop, stopping)
+    assert next(reader.lines()) == "reading"
     writers = [Child(write, location, number, count) for number in range(WRITERS)]
     lives = []
     draw = random.Random(0)

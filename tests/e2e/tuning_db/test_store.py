@@ -131,6 +131,27 @@ def test_first_users_at_once_make_one_database(location: str) -> None:
     assert [process.communicate() for process in starting] == [("0\n", "")] * 4
 
 
+def test_a_store_opened_before_a_fork_serves_both_processes(location: str) -> None:
+    program = """if True:
+        import os, sys
+        from relaxpack.dist.tuning.store import open_store
+        from tests.helpers.tuning_records import record
+        with open_store(sys.argv[1]) as store:
+            store.add(record("before"))
+            child = os.fork()
+            for number in range(20):
+                store.add(record(f"{'child' if child == 0 else 'parent'} {number}"))
+                assert len(store) >= number + 2
+            if child == 0:
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            print(len(list(store.all())), store.damaged())
+    """
+    done = subprocess.run([sys.executable, "-c", program, location], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": os.getcwd()})
+    assert (done.stdout, done.stderr) == ("41 []\n", "")
+
+
 def test_a_newer_schema_is_refused(location: str) -> None:
     open_store(location).close()
     with tampering(location) as connection:
