@@ -24,7 +24,8 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`smollm2(weights)`: a bundle of SmolLM2-135M-Instruct, the real model, with that weight option."""
+    """`smollm2(weights)`: a bundle of SmolLM2-135M-Instruct, the real model, with that weight option; it chats
+    and embeds."""
     from relaxpack.compile import BuildOptions, build_bundle
     from relaxpack.errors import CheckpointError
     from relaxpack.relax_models.checkpoint import packaged_file
@@ -38,7 +39,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def bundle(weights: str) -> Path:
         path = folder / f"{weights}.bundle"
         if not path.exists():
-            build_bundle("smollm2", path, options=BuildOptions(weights=weights, max_context=1024))
+            build_bundle("smollm2", path, options=BuildOptions(weights=weights, max_context=1024, embeddings="also"))
         return path
 
     return bundle

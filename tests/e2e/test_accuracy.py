@@ -8,12 +8,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from relaxpack.compile import BuildOptions, build_bundle
+from relaxpack.llm import LLM
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.runtime.load import LoadedModel, load_model
 from relaxpack.weight_format import QuantizedTensor
@@ -51,9 +53,8 @@ def told(smollm2: Callable[[str], Path]) -> Told:
 
 
 @pytest.fixture(scope="module")
-def transformers_logits(told: Told) -> Callable[[list[int], int], np.ndarray]:
-    """Logits [last, vocab] after the last tokens of a sequence, by transformers in float32, on the checkpoint's
-    dequantised weights."""
+def transformers_model() -> Any:
+    """The model in transformers, float32, on the checkpoint's dequantised weights."""
     torch = pytest.importorskip("torch", reason="reference: pip install --group reference")
     transformers = pytest.importorskip("transformers", reason="reference: pip install --group reference")
     checkpoint = open_checkpoint("smollm2")
@@ -72,10 +73,17 @@ def transformers_logits(told: Told) -> Callable[[list[int], int], np.ndarray]:
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffer is computed, not stored
+    return model
+
+
+@pytest.fixture(scope="module")
+def transformers_logits(transformers_model: Any) -> Callable[[list[int], int], np.ndarray]:
+    """Logits [last, vocab] after the last tokens of a sequence, by transformers."""
+    import torch
 
     def logits(ids: list[int], last: int) -> np.ndarray:
         with torch.inference_mode():
-            return model(torch.tensor([ids]), logits_to_keep=last).logits[0].numpy()
+            return transformers_model(torch.tensor([ids]), logits_to_keep=last).logits[0].numpy()
 
     return logits
 
@@ -112,6 +120,27 @@ def test_float32_says_what_transformers_says(
     print(f"largest first-step difference {worst:.2g}, closest decision {least:.2g}")
     assert worst < 2e-3
     assert not different
+
+
+def test_embeddings_are_the_last_hidden_states_of_transformers(told: Told, smollm2: Callable[[str], Path],
+                                                               transformers_model: Any) -> None:
+    """In float32 to the last digits; in the weights of the GGUF, which are the same ones, but for activations in int8."""
+    import torch
+
+    states = []
+    for ids in told.ids.values():
+        with torch.inference_mode():
+            states.append(transformers_model.model(torch.tensor([ids])).last_hidden_state[0].numpy())
+    expected = {"last": [own[-1] for own in states], "mean": [own.mean(axis=0) for own in states]}
+    exact, quantised = LLM(smollm2("f32")), LLM(smollm2("as-is"))
+    for pooling, vectors in expected.items():
+        directions = np.array([vector / np.linalg.norm(vector) for vector in vectors])
+        got = exact.embed(list(told.ids.values()), pooling=pooling)     # type: ignore[arg-type]
+        np.testing.assert_allclose(got, directions, rtol=0, atol=2e-5)
+        near = quantised.embed(list(told.ids.values()), pooling=pooling)     # type: ignore[arg-type]
+        cosines = (near * directions).sum(axis=1)
+        print(f"{pooling}: {np.abs(got - directions).max():.2g}, cosines from {cosines.min():.4f}")
+        assert cosines.min() > 0.997
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,16 @@ class TestOpenAI:
         both = [[c.message.content for c in chat(client, temperature=1, seed=5, n=2).choices] for _ in range(2)]
         assert both[0] == both[1] and both[0][0] != both[0][1]
 
+    def test_embeddings(self, client):
+        texts = ["A cat sat on the mat.", "A kitten sat on a rug.", "The stock market fell sharply on Monday."]
+        answer = client.embeddings.create(model="smol", input=texts, extra_body={"pooling": "mean"})
+        vectors = [item.embedding for item in answer.data]
+        assert [len(v) for v in vectors] == [576] * 3 and answer.usage.prompt_tokens > 15
+        near, far = (sum(a * b for a, b in zip(vectors[0], other, strict=True)) for other in vectors[1:])
+        assert near > far
+        short = client.embeddings.create(model="smol", input=texts[0], dimensions=64, encoding_format="float")
+        assert len(short.data[0].embedding) == 64
+
     def test_errors_are_the_clients_own_exceptions(self, client, served):
         with pytest.raises(openai.BadRequestError) as error:
             chat(client, max_tokens=10**6)
