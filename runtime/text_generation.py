@@ -210,9 +210,9 @@ class TextGenerator:
 
     def _step_lock(self) -> bool:
         """Take the lock for a step, guests first; False where that lasts longer than a turn."""
-        if self._guests:
-            with self._guest_left:
-                self._guest_left.wait_for(lambda: not self._guests, _TURN)
+        with self._guest_left:
+            if not self._guest_left.wait_for(lambda: not self._guests, _TURN):
+                return False
         return self._lock.acquire(timeout=_TURN)
 
     def _deliver(self, events: Iterable[TokenEvent]) -> None:

@@ -89,12 +89,13 @@ def test_lists_of_stops_must_be_lists(name):
 def test_threads_share_a_model():
     """The engine is in one step at a time, every thread gets its own answer, and prompts of all are batched."""
     llm = make(upper)
-    forward, inside, most = llm.engine.runner.forward, [], 0
+    forward, inside, most, served = llm.engine.runner.forward, [], 0, []
 
     def watched(plan):
         nonlocal most
         assert not inside, "two threads are in the model"
-        if not most:    # the first step lasts until a second thread has come; it must be in the next one
+        served.append(len(llm.engine._requests))
+        if len(served) == 1:    # the first step lasts until a second thread has come; it must be in the next one
             eventually(lambda: llm.generator._guests or len(llm.engine._requests) > 1)
         inside.append(1)
         most = max(most, len(plan.sequences))
@@ -122,7 +123,7 @@ def test_threads_share_a_model():
     finally:
         sys.setswitchinterval(before)
     assert len(answers) == 8 and all(answer == text.upper() for text, answer in answers.items())
-    assert most > 1 and not llm.engine.has_work
+    assert served[1] > 1 and most > 1 and not llm.engine.has_work
 
 
 def test_another_process_is_refused_rather_than_left_waiting(monkeypatch):
