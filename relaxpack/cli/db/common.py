@@ -114,7 +114,9 @@ def choice_text(record: TuningRecord) -> str:
     if choice["kind"] == "trace":
         return f"trace of {len(choice['trace'][0])} steps"
     parameters = " ".join(f"{name}={value}" for name, value in choice["parameters"].items())
-    return f"{choice['library']} {parameters}".strip() if choice["kind"] == "library" else parameters
+    if choice["kind"] == "library":
+        return f"{choice['library']} {parameters}".strip()
+    return parameters or "as untuned"
 
 
 def status_text(record: TuningRecord, other_compiler: str = "", beaten: bool = False) -> Text:
