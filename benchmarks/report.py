@@ -82,9 +82,10 @@ def serving() -> list[str]:
         parts = data["parts"]
         rows = [[number, part["requests"], part["left_early"], f"{part['memory_mb']:.1f}", part["open_files"],
                  f"{part['server_cores']:.2f}"] for number, part in enumerate(parts, 1)]
-        lines += [f"Soak: {data['minutes']:g} minutes, {data['clients']} clients at once of all kinds, every core of the "
-                  f"machine busy all the time (load average {data['environment']['load_average']:.0f} on "
-                  f"{data['environment']['cores']} cores, shared with other work). "
+        lines += [f"Soak: {data['minutes']:g} minutes, {data['clients']} clients at once of all kinds, so that there is "
+                  "always more to do than the server can (load average at the end: "
+                  f"{data['environment']['load_average']:.0f} on {data['environment']['cores']} cores; what other work left "
+                  "of them is in the last column). "
                   f"{sum(p['requests'] for p in parts)} requests, {sum(p['left_early'] for p in parts)} clients hung up "
                   "early; "
                   f"{'nothing was left over and nobody waited in vain' if not data['problems'] else data['problems']}. "
