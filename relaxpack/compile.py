@@ -10,11 +10,11 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -148,9 +148,9 @@ class _Built:
 
 def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
                  options: BuildOptions = BuildOptions(), *, force: bool = False, dump: Path | None = None,
-                 progress: Progress | None = None) -> BuildReport:
+                 progress: Progress | None = None, databases: Sequence[str] = ()) -> BuildReport:
     """Build a bundle of `model` (Hugging Face folder, .gguf file or a packaged name) at `output`, for one target or
-    several.
+    several. `databases`: tuning records to use, see `relaxpack.tuning.lookup`; nothing is searched for or timed here.
 
     Raises a RelaxpackError that says what is wrong; then nothing is left at `output`.
     """
@@ -172,7 +172,7 @@ def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
 
     with stage("checkpoint"):
         checkpoint = open_checkpoint(model, ignore_keys=options.ignore_config_keys, pretokenizer=options.pretokenizer)
-        limits = _limits(checkpoint, options)
+        limits = build_limits(checkpoint, options)
         plans = plan_targets(specs, checkpoint, options.weights, options.activation_dtype, options.kv_dtype)
     info = _model_info(checkpoint, limits, plans[0])
     built: list[_Built] = []
@@ -180,7 +180,8 @@ def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
         writer.require_space(_least_bytes(checkpoint, plans))
         for plan in plans:
             folder = dump / plan.spec.file_stem if dump is not None and len(plans) > 1 else dump
-            built.append(_build_target(writer, checkpoint, plan, limits, options, folder, shown, stage))
+            with records_for(databases, plan.spec) as records:
+                built.append(_build_target(writer, checkpoint, plan, limits, options, folder, shown, stage, records))
         _write_text_members(writer, checkpoint)
         functions = options.embeddings != "only", options.embeddings != "none"
         recorded = record_canaries(writer, [BuiltTarget(one.plan, one.entry, one.library) for one in built], checkpoint,
@@ -203,14 +204,14 @@ Stage = Callable[[str, int | None], AbstractContextManager[None]]
 
 
 def _build_target(writer: BundleWriter, checkpoint: Checkpoint, plan: TargetPlan, limits: BuildLimits, options: BuildOptions,
-                  dump: Path | None, shown: Progress, stage: Stage) -> _Built:
+                  dump: Path | None, shown: Progress, stage: Stage, records: DatabaseLookup | None) -> _Built:
     """Library and parameters of one target, written."""
-    provider = kernel_provider(plan.spec)
+    provider = kernel_provider(plan.spec, records, limits)
     with stage("compile", 6):
         generate, embed = options.embeddings != "only", options.embeddings != "none"
         pipeline = pipeline_config(plan.spec, limits, left_out(options.level, options.disabled_passes), generate)
         lowered = lower_model(checkpoint.config, limits, plan.spec, provider, plan.formats, plan.activation_dtype,
-                              plan.kv_dtype, pipeline, dump, shown.advance, generate, embed)
+                              plan.kv_dtype, pipeline, dump, shown.advance, generate, embed, records)
     library = writer.scratch / f"{plan.spec.file_stem}.so"
     with stage("library", None):
         # Parameters of a further target may be those of the first.
@@ -250,12 +251,22 @@ def _target_report(one: _Built, manifest: Manifest) -> TargetReport:
                         sum(one.stored.values()), dict(one.entry.kernels))
 
 
-def kernel_provider(target: TargetSpec) -> KernelProvider:
-    """The kernels for a target."""
+def records_for(databases: Sequence[str], target: TargetSpec) -> AbstractContextManager[DatabaseLookup | None]:
+    """The records of all databases for one target, or None where there are no databases."""
+    if not databases:
+        return nullcontext()
+    from relaxpack.tuning.lookup import DatabaseLookup
+
+    return DatabaseLookup.open(databases, target)
+
+
+def kernel_provider(target: TargetSpec, records: Records | None = None,
+                    limits: BuildLimits | None = None) -> KernelProvider:
+    """The kernels for a target: those of `records` (for a build with these limits), else those of the rules."""
     if target.kind == "cpu":
         from relaxpack.schedules.kernels.cpu.provider import CpuKernels
 
-        return CpuKernels(target)
+        return CpuKernels(target, tuned_kernels(records, target, limits) if records and limits else None)
     from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 
     return CudaKernels(target)
@@ -268,6 +279,15 @@ def pipeline_config(target: TargetSpec, limits: BuildLimits, disabled: frozenset
         return PipelineConfig(disabled)
     return PipelineConfig(disabled, decode_buckets(limits.max_batch), prefill_buckets(limits.prefill_chunk),
                           cuda_graph=True)
+
+def tuned_kernels(records: Records, target: TargetSpec, limits: BuildLimits) -> TunedKernels:
+    from relaxpack.schedules.tuning.tuned import TunedKernels
+    from relaxpack.tuning.candidates import families_for, family_for
+
+    families = families_for(target)
+    return TunedKernels(records, lambda operation, spec: family_for(families, operation, spec),
+                        {"decode": limits.max_batch, "prefill": limits.prefill_chunk})
+
 
 
 def _prepare_dump(dump: Path | None) -> None:
@@ -302,7 +322,8 @@ def _check_options(options: BuildOptions) -> None:
         raise UsageError(f"unknown pass {sorted(unknown)[0]!r}: these can be disabled: {', '.join(OPTIONAL)}")
 
 
-def _limits(checkpoint: Checkpoint, options: BuildOptions) -> BuildLimits:
+def build_limits(checkpoint: Checkpoint, options: BuildOptions) -> BuildLimits:
+    """Raises UsageError for options that the model cannot have."""
     supported = checkpoint.config.max_position
     wanted = options.max_context or supported
     if wanted > supported and checkpoint.config.rope.kind != "dynamic":
@@ -389,7 +410,16 @@ def _target_entry(plan: TargetPlan, lowered: Lowered, stem: str, shared: dict[st
         lowered.functions, lowered.bounds, lowered.buckets,
         {"arena_bytes": lowered.arena_bytes(), "weight_bytes": _parameter_bytes(lowered), **_storages(lowered)},
         lowered.kernel_counts(),
-        activation_dtype=plan.activation_dtype, kv_dtype=plan.kv_dtype, shared_params=shared, explain=explain)
+        tuning_records=tuple(lowered.explanation.get("tuning", {}).get("used", ())),
+        activation_dtype=plan.activation_dtype, kv_dtype=plan.kv_dtype, shared_params=shared, explain=explain,
+        libraries=_libraries(lowered))
+
+
+def _libraries(lowered: Lowered) -> dict[str, Any]:
+    """Libraries that kernels call, with the number of these kernels."""
+    sources = [kernel["source"] for kernel in lowered.explanation["kernels"]]
+    names = Counter(source.partition(":")[2] for source in sources if source.startswith("library:"))
+    return {name: {"kernels": count} for name, count in sorted(names.items())}
 
 
 def _storages(lowered: Lowered) -> dict[str, Any]:
@@ -416,7 +446,8 @@ def _manifest(checkpoint: Checkpoint, info: ModelInfo, built: Sequence[_Built], 
     source = checkpoint.source.to_json()
     key = artifact_key(source_digest=_source_digest(checkpoint, built), relaxpack_version=relaxpack.__version__,
                        compiler=compiler, targets=[one.plan.spec.to_json() for one in built], weights=options.weights,
-                       build_options=options.to_json())
+                       build_options=options.to_json(),
+                       tuning_records=[record for one in built for record in one.entry.tuning_records])
     return Manifest(relaxpack.__version__, key, info, WeightsSummary(dict(sorted(stored.items()))),
                     tuple(one.entry for one in built), compiler, source, options.to_json())
 

@@ -48,6 +48,8 @@ import click
 @click.option("--pretokenizer", help="How a GGUF's tokenizer splits text, where the file does not say.")
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write the IR after each phase here.")
 @click.option("--timing", is_flag=True, help="Print what each pass took and what it left of the module.")
+@click.option("--db", "databases", multiple=True, metavar="LOCATION",
+              help="Use tuning records of this database: a file, a URL, or seed (comes with relaxpack). Repeatable.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON on stdout.")
 def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None, force: bool, as_json: bool, timing: bool,
@@ -61,11 +63,13 @@ def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None,
     """
     from relaxpack.cli.progress import StageBars
     from relaxpack.compile import BuildOptions, build_bundle
+    relaxpack build smollm2 -o smol.bundle --db seed --db postgresql://team@db.example/tuning
 
     chosen = BuildOptions(disabled_passes=frozenset(disabled), ignore_config_keys=ignored,
                           embeddings=embeddings or "none", **options)
     with _interruptible() as check, StageBars(check) as bars:
-        report = build_bundle(model, output, targets, chosen, force=force, dump=dump, progress=bars)
+        report = build_bundle(model, output, targets, chosen, force=force, dump=dump, progress=bars,
+                              databases=databases)
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     if timing:
