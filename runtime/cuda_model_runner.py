@@ -22,8 +22,8 @@ import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime import cuda_memory, step_inputs
-from relaxpack.runtime.device_plan import Comparison, DevicePlan, granted
 from relaxpack.runtime.cuda_pages import PageTransfer
+from relaxpack.runtime.device_plan import Comparison, DevicePlan, granted
 from relaxpack.runtime.device_view import view
 from relaxpack.runtime.kv_cache.storage import DEVICE_SHARE, choose_num_pages, page_bytes, page_shape
 from relaxpack.runtime.step_inputs import Arrays, InputLayout
@@ -75,12 +75,13 @@ class _Staging:
 class CudaModelRunner:
     """A `runtime.step_plan.ModelRunner` over device memory. `buckets`: function → ascending sizes that have a captured
     function; `memory`: the manifest's plan of intermediates; `functions`: what the library exports; `weight_sizes`: bytes
-    of each parameter; `free_before`: what the device had before the weights. Pages get what is left of it."""
+    of each parameter; `free_before`: what the device had before the weights;
+    `library_bytes`: workspace of libraries that kernels call. Pages get what is left of it."""
 
     def __init__(self, library: Library, info: ModelInfo, device: Any, buckets: Mapping[str, Sequence[int]],
                  num_pages: int | None = None, memory: Mapping[str, Any] = MappingProxyType({}),
                  functions: Collection[str] = ("prefill", "decode"), *, weight_sizes: Sequence[int] = (),
-                 free_before: int | None = None) -> None:
+                 free_before: int | None = None, library_bytes: int = 0) -> None:
         self.info, self.device = info, device
         self.page_size, self.max_batch = info.page_size, info.max_batch
         self.prefill_chunk, self.max_context = info.prefill_chunk, info.max_context
@@ -111,10 +112,14 @@ class CudaModelRunner:
         self._step = 0
         pages = self.num_pages * page_bytes(info)
         # In the order of their taking: what is small shares granules with what was small before.
-        own = [4 * self.max_batch, 4 * self.vocab_size, 4 * widest]
+        own = [4 * self.max_batch, 4 * self.vocab_size, 4 * widest, library_bytes]
         self.plan = DevicePlan(
             granted(weight_sizes), granted([pages]), granted(memory.get("arena_storages", [arena] if arena else [])),
             granted(own), int(memory.get("eager_bytes", 0)), self.num_pages, (self.num_pages - 1) * info.page_size, total)
+
+    @property
+    def library(self) -> Library:
+        return self._library
 
     # -- what the engine calls ------------------------------------------------------------------------------------
 

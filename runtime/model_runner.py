@@ -36,6 +36,10 @@ class CpuModelRunner:
         self._pages_tensor = as_tensor(self._pages)
         self._decode_inputs: dict[int, _Inputs] = {}
 
+    @property
+    def library(self) -> Library:
+        return self._library
+
     def instrument(self, observe: Any) -> None:
         """See `Library.instrument`."""
         self._library.instrument(observe)

@@ -4,7 +4,7 @@ sequences nor pages, and works with a TVM that has no compiler library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ class Library:
             raise BundleError(f"{path}: TVM cannot load this library: {str(error).strip().splitlines()[-1]}") from error
         with nullcontext() if graphs else _graphs_off():
             self._vm = VirtualMachine(module, device)
+        self._module, self._device = module, device
         self._parameters = tvm_ffi.convert(list(parameters))
         self._functions: dict[str, Any] = {}
 
@@ -85,3 +86,10 @@ class Library:
     def instrument(self, observe: Any) -> None:
         """`observe(func, name, before_run, ret_value, *args)` is called around every kernel from now on."""
         self._vm.set_instrument(observe)
+
+    def time_kernel(self, name: str, arguments: Sequence[Any], repeats: int, flush_bytes: int) -> float:
+        """Seconds of the best of some runs of one kernel by the device's own clock. `flush_bytes` are written before each,
+        so that the kernel finds nothing in a cache of that size. The kernel does what it does: outputs are written."""
+        (kernels,) = self._module.imports
+        timer = kernels.time_evaluator(name, self._device, number=1, repeat=repeats, cache_flush_bytes=flush_bytes)
+        return float(min(timer(*arguments).results))

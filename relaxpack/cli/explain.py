@@ -10,7 +10,6 @@ import click
 from relaxpack.cli.options import json_option
 from relaxpack.cli.show import console, human_bytes, print_json, printable, table
 from relaxpack.dist.bundle import Bundle
-from relaxpack.dist.manifest import TargetEntry
 from relaxpack.errors import UsageError
 
 
@@ -21,7 +20,7 @@ from relaxpack.errors import UsageError
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(1), help="Sequences of the step shown.")
 @click.option("--context", default=1024, show_default=True, type=click.IntRange(1), help="Tokens each of them has.")
 @click.option("--pass", "one_pass", metavar="PASS", help="Print what this pass changed in the IR, as a diff.")
-@click.option("--measure", is_flag=True, help="Time each kernel of a decode step here (CPU bundles, batch 1).")
+@click.option("--measure", is_flag=True, help="Time each kernel of a decode step here (batch 1).")
 @click.option("--bandwidth", type=float, metavar="GB/S", help="Memory bandwidth of the machine to predict for.")
 @click.option("--peak", type=float, metavar="TFLOP/S", help="Its arithmetic throughput.")
 @json_option
@@ -41,7 +40,7 @@ def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str |
     if measure and batch != 1:
         raise UsageError(f"--measure with --batch {batch}: kernels are timed for one sequence; leave --batch out")
     with Bundle.open(bundle) as opened:
-        entry = opened.target(target) if target or not measure else _measurable(opened)
+        entry = opened.target(target) if target or not measure else opened.select_target()
         if one_pass is not None:
             _print_pass(opened.read_json(entry.explain).get("passes", []), one_pass, as_json)
             return
@@ -50,7 +49,7 @@ def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str |
                               peak and peak * 1e12)
         measured: list[tuple[str, float]] = []
         if measure:
-            if entry != (here := _measurable(opened)):
+            if entry != (here := opened.select_target(kind=spec.kind)):
                 raise UsageError(f"--measure runs {here.target.name} here, not {spec.name}: leave --target out")
             from relaxpack.runtime.kernel_times import decode_kernel_times
 
@@ -59,7 +58,7 @@ def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str |
                 raise UsageError(f"--measure times a decode step, and {bundle} computes embeddings only: leave it out")
             names = {k["name"] for k in kernels if k["source"] != "host"}
             context = min(context, opened.manifest.model_info.max_context - 1)
-            measured = decode_kernel_times(bundle, names, context)
+            measured = decode_kernel_times(bundle, names, context, kind=spec.kind)
         what = explanation(opened, batch, context, machine, measured, spec.name)
     if html is not None:
         from relaxpack.explain_html import page
@@ -73,12 +72,6 @@ def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str |
         print_json(what)
     elif html is None:
         _print(what)
-
-
-def _measurable(bundle: Bundle) -> TargetEntry:
-    if all(entry.target.kind != "cpu" for entry in bundle.manifest.targets):
-        raise UsageError("--measure times the kernels of CPU bundles; on a GPU a step is one graph, use a profiler")
-    return bundle.select_target(kind="cpu")
 
 
 def _print(what: dict[str, Any]) -> None:

@@ -70,6 +70,17 @@ def test_measured(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["explain", str(tiny_bundle), "--measure", "--batch", "2"]) == 2
 
 
+def test_measured_as_on_a_gpu(tiny_bundle: Path, document: dict[str, Any]) -> None:
+    """Kernel by kernel with flushed caches, by the device's clock; here on the CPU, whose clock is that of its timer."""
+    from relaxpack.runtime.kernel_times import decode_kernel_times
+
+    order = [k["kernel"] for k in document["step"]["kernels"]]
+    times = decode_kernel_times(tiny_bundle, set(order), 100, alone=True, flush_bytes=1 << 16)
+    assert [name for name, _ in times] == order
+    assert all(seconds > 0 for _, seconds in times)
+    assert len(set(times)) == len(set(order))                                # a kernel is timed once
+
+
 def test_the_page_needs_nothing_from_outside(document: dict[str, Any]) -> None:
     text = page(document)
     assert not re.search(r"https?:|<script|<link|@import|url\(|src=", text)
