@@ -42,6 +42,10 @@ from relaxpack.target_plan import TargetPlan, Targets, plan_targets, target_spec
 from relaxpack.weight_format import WeightFormat
 from relaxpack.weights import ParameterMaker
 
+if TYPE_CHECKING:
+    from relaxpack.schedules.tuning.tuned import Records, TunedKernels
+    from relaxpack.tuning.lookup import DatabaseLookup
+
 EMBEDDINGS = ("none", "also", "only")
 MAX_PAGE_SIZE = 65536
 MAX_TOKENS = 2**31 - 1    # that a step may look at: kernels count in int32
@@ -272,14 +276,6 @@ def kernel_provider(target: TargetSpec, records: Records | None = None,
     return CudaKernels(target)
 
 
-def pipeline_config(target: TargetSpec, limits: BuildLimits, disabled: frozenset[str] = frozenset(),
-                    generate: bool = True) -> PipelineConfig:
-    """On a GPU every bucket of the batch gets a captured decode function; a CPU needs none, nor do embeddings."""
-    if target.kind == "cpu" or not generate:
-        return PipelineConfig(disabled)
-    return PipelineConfig(disabled, decode_buckets(limits.max_batch), prefill_buckets(limits.prefill_chunk),
-                          cuda_graph=True)
-
 def tuned_kernels(records: Records, target: TargetSpec, limits: BuildLimits) -> TunedKernels:
     from relaxpack.schedules.tuning.tuned import TunedKernels
     from relaxpack.tuning.candidates import families_for, family_for
@@ -288,6 +284,14 @@ def tuned_kernels(records: Records, target: TargetSpec, limits: BuildLimits) -> 
     return TunedKernels(records, lambda operation, spec: family_for(families, operation, spec),
                         {"decode": limits.max_batch, "prefill": limits.prefill_chunk})
 
+
+def pipeline_config(target: TargetSpec, limits: BuildLimits, disabled: frozenset[str] = frozenset(),
+                    generate: bool = True) -> PipelineConfig:
+    """On a GPU every bucket of the batch gets a captured decode function; a CPU needs none, nor do embeddings."""
+    if target.kind == "cpu" or not generate:
+        return PipelineConfig(disabled)
+    return PipelineConfig(disabled, decode_buckets(limits.max_batch), prefill_buckets(limits.prefill_chunk),
+                          cuda_graph=True)
 
 
 def _prepare_dump(dump: Path | None) -> None:
@@ -411,15 +415,7 @@ def _target_entry(plan: TargetPlan, lowered: Lowered, stem: str, shared: dict[st
         {"arena_bytes": lowered.arena_bytes(), "weight_bytes": _parameter_bytes(lowered), **_storages(lowered)},
         lowered.kernel_counts(),
         tuning_records=tuple(lowered.explanation.get("tuning", {}).get("used", ())),
-        activation_dtype=plan.activation_dtype, kv_dtype=plan.kv_dtype, shared_params=shared, explain=explain,
-        libraries=_libraries(lowered))
-
-
-def _libraries(lowered: Lowered) -> dict[str, Any]:
-    """Libraries that kernels call, with the number of these kernels."""
-    sources = [kernel["source"] for kernel in lowered.explanation["kernels"]]
-    names = Counter(source.partition(":")[2] for source in sources if source.startswith("library:"))
-    return {name: {"kernels": count} for name, count in sorted(names.items())}
+        activation_dtype=plan.activation_dtype, kv_dtype=plan.kv_dtype, shared_params=shared, explain=explain)
 
 
 def _storages(lowered: Lowered) -> dict[str, Any]:

@@ -46,24 +46,25 @@ import click
 @click.option("--embeddings-only", "embeddings", flag_value="only",
               help="Build nothing else: no text generation, no LM head.")
 @click.option("--pretokenizer", help="How a GGUF's tokenizer splits text, where the file does not say.")
-@click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write the IR after each phase here.")
-@click.option("--timing", is_flag=True, help="Print what each pass took and what it left of the module.")
 @click.option("--db", "databases", multiple=True, metavar="LOCATION",
               help="Use tuning records of this database: a file, a URL, or seed (comes with relaxpack). Repeatable.")
+@click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write the IR after each phase here.")
+@click.option("--timing", is_flag=True, help="Print what each pass took and what it left of the module.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON on stdout.")
 def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None, force: bool, as_json: bool, timing: bool,
-          disabled: tuple[str, ...], ignored: tuple[str, ...], embeddings: str | None, **options: Any) -> None:
+          disabled: tuple[str, ...], ignored: tuple[str, ...], embeddings: str | None, databases: tuple[str, ...],
+          **options: Any) -> None:
     """Build a bundle of MODEL: a Hugging Face folder, a .gguf file, or the name smollm2.
 
     \b
     relaxpack build smollm2 -o smol.bundle
     relaxpack build ./Llama-3.1-8B -o llama.bundle --target cpu --target cuda:sm_90a --max-batch 64
     relaxpack build ./Qwen3-Embedding-0.6B -o embedder.bundle --embeddings-only
+    relaxpack build smollm2 -o smol.bundle --db seed --db postgresql://team@db.example/tuning
     """
     from relaxpack.cli.progress import StageBars
     from relaxpack.compile import BuildOptions, build_bundle
-    relaxpack build smollm2 -o smol.bundle --db seed --db postgresql://team@db.example/tuning
 
     chosen = BuildOptions(disabled_passes=frozenset(disabled), ignore_config_keys=ignored,
                           embeddings=embeddings or "none", **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,44 +66,46 @@ def tune(model: str, target: str, location: str | None, trials: int, minutes: fl
         raise UsageError("--tracker and --key belong together: --tracker HOST:PORT --key KEY")
     steps = [parse_step(text) for text in buckets]
     spec = parse_target(target)
-    tasks = extract_tasks(model, spec, BuildOptions(**options), steps, only)
-    if not tasks:
-        raise UsageError(f"nothing of {model} can be tuned for {spec.name} at these steps")
-    if dry_run:
-        return _list(tasks, as_json)
-    outcomes, where = _run(tasks, spec, location, tracker, key, log_path, again, trials, minutes, as_json)
+    measurer = None if dry_run else _measurer(spec, tracker, key)     # first: a place that cannot measure shows now
+    try:
+        tasks = extract_tasks(model, spec, BuildOptions(**options), steps, only)
+        if not tasks:
+            raise UsageError(f"nothing of {model} can be tuned for {spec.name} at these steps")
+        if measurer is None:
+            return _list(tasks, as_json)
+        outcomes, where = _run(tasks, spec, measurer, location, log_path, again, trials, minutes, as_json)
+    finally:
+        if measurer is not None:
+            measurer.close()
     if as_json:
         print_json({"target": spec.name, "database": where, "tasks": [outcome.to_json() for outcome in outcomes]})
 
 
-def _run(tasks: Sequence[Task], spec: TargetSpec, location: str | None, tracker: str | None, key: str | None,
-         log_path: Path | None, again: bool, trials: int, minutes: float | None, as_json: bool) -> tuple[list[Outcome], str]:
+def _run(tasks: Sequence[Task], spec: TargetSpec, measurer: Measurer, location: str | None, log_path: Path | None,
+         again: bool, trials: int, minutes: float | None, as_json: bool) -> tuple[list[Outcome], str]:
     from relaxpack.cli.tune_table import TuneTable
     from relaxpack.dist.tuning.store import open_store
     from relaxpack.env import tuning_database
+    from relaxpack.fingerprint import compiler_fingerprint, target_fingerprint
     from relaxpack.tuning.session import Limits, TuningSession
     from relaxpack.tuning.trial_log import TrialLog
 
     location = location or tuning_database()
-    measurer = _measurer(spec, tracker, key)
-    try:
-        target, compiler = _fingerprints(spec, measurer)
-        with open_store(location) as store:
-            log = TrialLog(log_path or _beside(location))
-            table = TuneTable(f"Tuning for {spec.name} into {store.location}", tasks, quiet=as_json)
-            limits = Limits(trials, minutes * 60 if minutes else float("inf"))
-            session = TuningSession(tasks, target, compiler, measurer, store, log, limits, table)
-            if again:
-                for task in tasks:
-                    log.forget(session.key(task))
-            before = signal.signal(signal.SIGTERM, _interrupt)      # ends the workers too
-            try:
-                with table:
-                    return session.run(), store.location
-            finally:
-                signal.signal(signal.SIGTERM, before)
-    finally:
-        measurer.close()
+    target, compiler = target_fingerprint(spec), compiler_fingerprint(spec.kind)
+    with open_store(location) as store:
+        log = TrialLog(log_path or _beside(location))
+        table = TuneTable(f"Tuning for {spec.name} into {store.location}", tasks, quiet=as_json)
+        limits = Limits(trials, minutes * 60 if minutes else float("inf"))
+        session = TuningSession(tasks, spec, target, compiler, measurer, store, log, limits, table)
+        if again:
+            for task in tasks:
+                log.forget(session.key(task))
+        before = signal.signal(signal.SIGTERM, _interrupt)      # so that the workers end too
+        try:
+            with table:
+                return session.run(), store.location
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -132,12 +134,6 @@ def _measurer(spec: TargetSpec, tracker: str | None, key: str | None) -> Measure
             raise EnvironmentProblem(f"tuning for {spec.name} times kernels here, and this CPU has no "
                                      f"{', '.join(missing)}; name machines that have it with --tracker and --key")
     return LocalMeasurer(spec)
-
-
-def _fingerprints(spec: TargetSpec, measurer: Measurer) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    from relaxpack.fingerprint import compiler_fingerprint, target_fingerprint
-
-    return target_fingerprint(spec), compiler_fingerprint(spec.kind)
 
 
 def _beside(location: str) -> Path:

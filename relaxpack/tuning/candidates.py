@@ -4,6 +4,7 @@ for a build, and for a verification.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -37,12 +38,28 @@ def family_for(families: Mapping[str, KernelFamily], operation: str, spec: Any) 
 def prim_func(workload: Workload, choice: Mapping[str, Any], target: TargetSpec) -> Any:
     """The scheduled function. Raises TuningError (or what TVM raises for a trace) where the choice does not fit."""
     if workload.kind == "primfunc":
-        from relaxpack.schedules.tuning.traces import scheduled
-
-        return scheduled(workload, choice, target)
+        return _scheduled(workload, choice, target)
     name, spec = family_and_spec(workload)
     if (family := families_for(target).get(name)) is None:
         raise TuningError(f"workload {workload.name}: there is no kernel {name} for {target.name}")
     if choice["kind"] != "parameters":
         raise TuningError(f"workload {workload.name}: a {choice['kind']} does not fit the kernel {name}")
     return family.make(spec, choice["parameters"])
+
+
+def _scheduled(workload: Workload, choice: Mapping[str, Any], target: TargetSpec) -> Any:
+    """Of a PrimFunc without a kernel: by a trace; an empty trace is what a build does without a record; "module" is a
+    candidate of MetaSchedule's as base64 of TVM's JSON."""
+    import relaxpack.tvm_setup  # noqa: F401
+    import tvm
+    from relaxpack.schedules.rest import rest_rule
+    from relaxpack.tvm_records import apply_trace, workload_module
+
+    if choice["kind"] == "module":
+        return tvm.ir.load_json(base64.b64decode(choice["module"]).decode())["main"].with_attr("tirx.is_scheduled", True)
+    if choice["kind"] != "trace":
+        raise TuningError(f"workload {workload.name}: a {choice['kind']} does not fit a function of TVM's")
+    if not choice["trace"][0]:
+        func = workload_module(workload)["main"]
+        return rest_rule(target)(func) or func
+    return apply_trace(workload, choice["trace"]).mod["main"].with_attr("tirx.is_scheduled", True)

@@ -94,22 +94,21 @@ def _take_turns(calls: Sequence[Callable[..., Any]], sets: Sequence[Sequence[Any
                 seconds: float, rotated: int) -> list[Rounds]:
     """Every round goes on where the last one stopped, so that all sets are passed over before one comes again."""
     times: list[list[float]] = [[] for _ in calls]
-    clean: list[bool] = []
-    at, end = 0, time.perf_counter() + seconds
-    while sum(clean) < rounds and (not clean or time.perf_counter() < end):
-        undisturbed = True
-        for call, own in zip(calls, times, strict=True):
+    clean: list[list[bool]] = [[] for _ in calls]
+    at, complete, end = 0, 0, time.perf_counter() + seconds
+    while complete < rounds and (not times[0] or time.perf_counter() < end):
+        for call, own, undisturbed in zip(calls, times, clean, strict=True):
             chosen = [sets[(at + i) % len(sets)] for i in range(count)]
             call(*chosen[0])                    # wakes the threads
             before, start = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw, time.perf_counter()
             for arguments in chosen:
                 call(*arguments)
             took = time.perf_counter() - start
-            undisturbed &= resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw == before
+            undisturbed.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw == before)
             own.append(took / count * 1e6)
             at += count
-        clean.append(undisturbed)
-    return [Rounds(tuple(own), tuple(clean), rotated) for own in times]
+        complete += all(undisturbed[-1] for undisturbed in clean)
+    return [Rounds(tuple(own), tuple(undisturbed), rotated) for own, undisturbed in zip(times, clean, strict=True)]
 
 
 @lru_cache(maxsize=1)

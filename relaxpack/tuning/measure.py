@@ -23,7 +23,9 @@ _JOBS = "relaxpack.tuning.jobs:"
 
 class Measurer(Protocol):
     """Every method raises CandidateFailed where a candidate is to blame. `build` answers with a library that the other
-    methods take."""
+    methods take. `parallel`: how many candidates may be under way at once."""
+
+    parallel: int
 
     def build(self, workload: Workload, choice: Mapping[str, Any]) -> str: ...
     def check(self, library: str, workload: Workload, bucket: int, seed: int) -> tuple[float, str]: ...
@@ -36,6 +38,8 @@ class Measurer(Protocol):
 
 class Builder:
     """The building half, shared by all measurers."""
+
+    parallel = 1
 
     def __init__(self, target: TargetSpec, build_seconds: float = BUILD_SECONDS) -> None:
         self.target = target

@@ -14,7 +14,7 @@ _UNKNOWN_CACHE = 64 << 20
 
 @dataclass(frozen=True)
 class Rounds:
-    """Times of one candidate, microseconds a call, one a round; `clean[i]` where nothing interrupted round i of any side."""
+    """Times of one candidate, microseconds a call, one a round; `clean[i]` where nothing interrupted it in round i."""
 
     times_us: tuple[float, ...]
     clean: tuple[bool, ...]

@@ -6,17 +6,20 @@ What a trial measures decides what is tried next; what is stored is decided by t
 
 from __future__ import annotations
 
+import base64
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from relaxpack import __version__
-from relaxpack.schedules.tuning.noise import MIN_PAIRS, Verdict, compare
+from relaxpack.schedules.tuning.noise import MIN_PAIRS, Verdict, compare, compare_rounds
 from relaxpack.schedules.tuning.search import Search
+from relaxpack.target import TargetSpec
 from relaxpack.tuning.measure import Measurer
 from relaxpack.tuning.rounds import Rounds, machine_conditions
 from relaxpack.tuning.tasks import Task
@@ -79,6 +82,7 @@ class Store(Protocol):
 @dataclass
 class TuningSession:
     tasks: Sequence[Task]
+    compiled_for: TargetSpec
     target: Facts
     compiler: Facts
     measurer: Measurer
@@ -125,37 +129,78 @@ class TuningSession:
 
     def _search(self, task: Task, outcome: Outcome, key: Mapping[str, Any], known: TuningRecord | None, budget: int,
                 end: float) -> Outcome:
-        rule: dict[str, Any] = {"kind": "parameters", "parameters": {}}
-        baseline, _ = self._measure(task, rule)
+        baseline, _ = self._measure(task, untuned_choice(task))
         outcome.untuned_us = outcome.best_us = baseline
+        if task.part is None:
+            return self._search_traces(task, outcome, key, known, budget, end)
         search = self._resumed(task, key, budget)
         for _, tried in self.log.history(key).results:
             outcome.best_us = min(outcome.best_us, tried) if tried is not None else outcome.best_us
         near = False
         while not (near := self._is_near(task, outcome)) and self.clock() < end:
-            parameters = search.propose()
-            if parameters is None:
+            batch = [choice for _ in range(self.measurer.parallel) if (choice := search.propose()) is not None]
+            if not batch:
                 break
-            try:
-                time_us, _ = self._measure(task, {"kind": "parameters", "parameters": parameters})
+            for parameters, result in zip(batch, self._trials(task, batch), strict=True):
+                time_us = result if isinstance(result, float) else None
                 search.tell(parameters, time_us)
-                self.log.trial(key, parameters, time_us)
-                outcome.best_us = min(outcome.best_us, time_us)
-            except CandidateFailed as error:
-                search.tell(parameters, None)
-                self.log.trial(key, parameters, None, str(error))
-                outcome.failed += 1
-            outcome.trials += 1
-            if self.observer:
-                self.observer.trial(outcome, budget - outcome.trials)
+                self.log.trial(key, parameters, time_us, "" if time_us is not None else str(result))
+                outcome.best_us = min(outcome.best_us, time_us) if time_us is not None else outcome.best_us
+                outcome.failed += time_us is None
+                outcome.trials += 1
+                if self.observer:
+                    self.observer.trial(outcome, budget - outcome.trials)
         finished = near or self.clock() < end
-        return self._decide(task, outcome, key, known, search.best(FINALISTS), finished)
+        finalists = [{"kind": "parameters", "parameters": p} for p in search.best(FINALISTS)]
+        return self._decide(task, outcome, key, known, finalists, finished)
+
+    def _search_traces(self, task: Task, outcome: Outcome, key: Mapping[str, Any], known: TuningRecord | None, budget: int,
+                       end: float) -> Outcome:
+        """MetaSchedule, whose database beside the log of trials is what it goes on from."""
+        from relaxpack.schedules.tuning.metaschedule import best_traces, known_trials, search
+        from relaxpack.tvm_records import workload_module
+
+        func = workload_module(task.workload)["main"]
+        folder = self.log.path.with_suffix(".metaschedule") / digest(key)[:16]
+        outcome.trials = known_trials(folder)
+
+        def try_candidate(module: Any) -> float:
+            text = base64.b64encode(module_json(module).encode()).decode()
+            outcome.trials += 1
+            try:
+                time_us, _ = self._measure(task, {"kind": "module", "module": text})
+            except CandidateFailed:
+                outcome.failed += 1
+                raise
+            finally:
+                if self.observer:
+                    self.observer.trial(outcome, budget - outcome.trials)
+            outcome.best_us = min(outcome.best_us or time_us, time_us)
+            return time_us * 1e-6
+
+        search(func, self.compiled_for, folder, budget, try_candidate,
+               lambda: self.clock() >= end or self._is_near(task, outcome), SEED)
+        finalists = [{"kind": "trace", "trace": trace} for trace in best_traces(func, folder, FINALISTS)]
+        return self._decide(task, outcome, key, known, finalists, self.clock() < end)
 
     @staticmethod
     def _is_near(task: Task, outcome: Outcome) -> bool:
         """Not before some trials: a bandwidth that was measured on a busy machine makes the roofline too slow."""
         assert outcome.best_us is not None
         return outcome.trials >= MIN_TRIALS and outcome.best_us <= task.roofline_us / NEAR_ROOFLINE
+
+    def _trials(self, task: Task, batch: Sequence[Mapping[str, Any]]) -> list[float | CandidateFailed]:
+        """Microseconds of each, or what went wrong; side by side where there are several machines."""
+        def one(parameters: Mapping[str, Any]) -> float | CandidateFailed:
+            try:
+                return self._measure(task, {"kind": "parameters", "parameters": parameters})[0]
+            except CandidateFailed as error:
+                return error
+
+        if len(batch) == 1:
+            return [one(batch[0])]
+        with ThreadPoolExecutor(len(batch)) as pool:
+            return list(pool.map(one, batch))
 
     def _resumed(self, task: Task, key: Mapping[str, Any], budget: int) -> Search:
         assert task.part is not None, task.name
@@ -184,9 +229,8 @@ class TuningSession:
     def _decide(self, task: Task, outcome: Outcome, key: Mapping[str, Any], known: TuningRecord | None,
                 finalists: Sequence[Mapping[str, Any]], finished: bool) -> Outcome:
         """The duel: incumbent, rule and finalists in turn."""
-        rule: dict[str, Any] = {"kind": "parameters", "parameters": {}}
-        choices = [dict(known.choice) if known is not None else rule, rule,
-                   *({"kind": "parameters", "parameters": dict(p)} for p in finalists)]
+        rule = untuned_choice(task)
+        choices = [dict(known.choice) if known is not None else rule, rule, *map(dict, finalists)]
         libraries: list[str] = []
         try:
             checks = []
@@ -197,17 +241,18 @@ class TuningSession:
         finally:
             for library in libraries:
                 self.measurer.discard(library)
-        kept = [one.kept() for one in rounds]
-        if len(kept[0]) < MIN_PAIRS:
+        winner, verdict = decide(rounds)
+        kept = rounds[winner].kept()
+        if min(verdict.pairs, len(kept)) < MIN_PAIRS:
             outcome.state = "busy"
-            outcome.why = f"{len(kept[0])} undisturbed rounds, {MIN_PAIRS} needed: the machine is busy; run again to decide"
+            outcome.why = f"{verdict.pairs} undisturbed rounds, {MIN_PAIRS} needed: the machine is busy; run again to decide"
             return outcome
-        winner, verdict = decide(kept)
-        outcome.untuned_us, outcome.best_us = statistics.median(kept[1]), statistics.median(kept[winner])
+        untuned = rounds[1].kept() or rounds[1].times_us
+        outcome.untuned_us, outcome.best_us = statistics.median(untuned), statistics.median(kept)
         outcome.why = verdict.why if finalists else "nothing else was tried"
         outcome.state = "improved" if winner else "kept"
         if winner or known is None:
-            record = self._record(task, choices[winner], kept[winner], kept[1], checks[winner], rounds[winner], outcome)
+            record = self._record(task, choices[winner], kept, untuned, checks[winner], rounds[winner], outcome)
             self.store.add(record)
             outcome.record = record.id
         else:
@@ -230,15 +275,28 @@ class TuningSession:
                             baseline_us=round(statistics.median(untuned), 4))
 
 
-def decide(kept: Sequence[Sequence[float]]) -> tuple[int, Verdict]:
-    """Which one is used: 0, the incumbent, unless one from 2 on beats it by the rule of noise."""
-    verdicts = {index: compare(kept[index], kept[0]) for index in range(2, len(kept))}
+def untuned_choice(task: Task) -> dict[str, Any]:
+    """What a build does without a record."""
+    return {"kind": "trace", "trace": [[], []]} if task.part is None else {"kind": "parameters", "parameters": {}}
+
+
+def module_json(module: Any) -> str:
+    import tvm
+
+    return str(tvm.ir.save_json(module))
+
+
+def decide(rounds: Sequence[Rounds]) -> tuple[int, Verdict]:
+    """Which one is used: 0, the incumbent, unless one from 2 on beats it by the rule of noise. Where nothing was tried,
+    it is compared with itself."""
+    old = rounds[0]
+    verdicts = {index: compare_rounds(rounds[index].times_us, rounds[index].clean, old.times_us, old.clean)
+                for index in range(2, len(rounds))} or {0: compare(old.kept(), old.kept())}
     winners = [index for index, verdict in verdicts.items() if verdict.wins]
     if winners:
         best = min(winners, key=lambda index: verdicts[index].ratio)
         return best, verdicts[best]
-    closest = min(verdicts.values(), key=lambda verdict: verdict.ratio, default=Verdict(False, 1.0, 0.0, 0, ""))
-    return 0, closest
+    return 0, min(verdicts.values(), key=lambda verdict: verdict.ratio)
 
 
 def quick_time(rounds: Rounds) -> float:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from relaxpack import __version__
 from relaxpack.errors import TuningError
 from relaxpack.fingerprint import compiler_fingerprint, difference
-from relaxpack.schedules.tuning.noise import MIN_PAIRS, compare
+from relaxpack.schedules.tuning.noise import MIN_PAIRS, compare_rounds
 from relaxpack.target import TargetSpec
 from relaxpack.tuning.measure import LocalMeasurer, Measurer
 from relaxpack.tuning.rounds import machine_conditions
@@ -59,13 +59,13 @@ def _timed(record: TuningRecord, measurer: Measurer, libraries: list[str], bucke
         rounds = measurer.time(libraries, record.workload, bucket, SEED, DUEL_ROUNDS, SECONDS)
     except CandidateFailed as error:
         return Verdict("failed", f"does not run: {error}")
-    own, rule = (one.kept() for one in rounds)
+    own, rule = (one.kept() or one.times_us for one in rounds)
     here = compiler_fingerprint(str(record.target["kind"]))
     moved = difference(here, record.compiler) != "" or record.origin.tool.startswith("import")
-    if len(own) < MIN_PAIRS:
+    if len(rounds[0].kept()) < MIN_PAIRS:
         return Verdict("good", "the machine is too busy to measure")
     now = statistics.median(own)
-    if compare(rule, own).wins:
+    if compare_rounds(rounds[1].times_us, rounds[1].clean, rounds[0].times_us, rounds[0].clean).wins:
         return Verdict("stale", f"{now:.4g} us here, slower than the untuned kernel's {statistics.median(rule):.4g} us")
     if not moved and now > record.median_us * (1 + max(SLOWER, 3 * record.spread)):
         return Verdict("stale", f"time not reproduced: {record.median_us:.4g} us, then {now:.4g} us")
@@ -82,7 +82,7 @@ def _timed(record: TuningRecord, measurer: Measurer, libraries: list[str], bucke
 def untuned(record: TuningRecord) -> dict[str, object]:
     """The choice of the rule for this work."""
     if record.workload.kind == "primfunc":
-        return {"kind": "trace", "trace": [[], []]}
+        return {"kind": "trace", "trace": [[], []]}     # see `candidates`
     return {"kind": "parameters", "parameters": {}}
 
 

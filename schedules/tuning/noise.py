@@ -7,6 +7,9 @@ Times are compared in pairs: both sides run in turn, round by round, so that a d
   quartiles) and by more than MIN_GAIN, and
 - it was the faster one in three quarters of the rounds.
 
+Where a machine is too busy for that, a candidate still wins if it is beyond doubt: three quarters of its rounds, disturbed
+or not, take less than half of what the incumbent's fastest one does.
+
 Otherwise the incumbent stays: a tie is no reason to change code.
 """
 
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 
 MIN_GAIN = 0.01
 MIN_PAIRS = 7
+BEYOND_DOUBT = 0.5
 
 
 @dataclass(frozen=True)
@@ -43,3 +47,17 @@ def compare(candidate: Sequence[float], incumbent: Sequence[float]) -> Verdict:
     if high >= 1:
         return Verdict(False, ratio, spread, len(ratios), "slower in more than a quarter of the rounds")
     return Verdict(True, ratio, spread, len(ratios), f"faster by {1 - ratio:.1%}")
+
+
+def compare_rounds(candidate: Sequence[float], candidate_clean: Sequence[bool], incumbent: Sequence[float],
+                   incumbent_clean: Sequence[bool]) -> Verdict:
+    """All times of the same rounds, in order, and in which of them each side was left alone."""
+    both = [a and b for a, b in zip(candidate_clean, incumbent_clean, strict=True)]
+    verdict = compare([t for t, ok in zip(candidate, both, strict=True) if ok],
+                      [t for t, ok in zip(incumbent, both, strict=True) if ok])
+    if verdict.pairs >= MIN_PAIRS or len(candidate) < MIN_PAIRS:
+        return verdict
+    if statistics.quantiles(candidate, n=4, method="inclusive")[2] < BEYOND_DOUBT * min(incumbent):
+        ratio = statistics.median(candidate) / statistics.median(incumbent)
+        return Verdict(True, ratio, 0.0, len(candidate), f"faster beyond doubt, about {1 / ratio:.1f} times")
+    return verdict
