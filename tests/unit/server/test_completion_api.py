@@ -120,6 +120,38 @@ def test_logit_bias_and_stop_token_ids(hash_client):
     assert stopped["finish_reason"] == "stop" and stopped["text"] == tokenizer.decode(ids[:ids.index(ids[4])])
 
 
+def test_bad_words_are_never_written(hash_client):
+    """Where the greedy text would begin with one, as it is or behind a space."""
+    tokenizer = shared_tokenizer()
+    for start in range(3, 200):         # until a text begins with a word that is one token
+        [first] = expected([start], 1)
+        word = tokenizer.decode([first], continuation=True).strip()
+        if word.isalpha() and first in [ids[0] for ids in map(tokenizer.encode, (word, f" {word}")) if len(ids) == 1]:
+            break
+    else:
+        raise AssertionError("no prompt with such an answer")
+    assert complete(hash_client, [start], max_tokens=1)["choices"][0]["text"].strip() == word
+    banned = complete(hash_client, [start], max_tokens=20, bad_words=[word])["choices"][0]["text"]
+    assert banned and word not in banned.split()
+
+
+SETTINGS = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "typical_p": 0.8, "repetition_penalty": 1.1,
+            "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": 4, "n": 2, "min_tokens": 1, "max_tokens": 3,
+            "ignore_eos": True, "stop": ["zzz"], "stop_token_ids": [9], "logit_bias": {"3": -1.0}}
+
+
+@pytest.mark.parametrize("path, body", [("completions", {"prompt": [3]}),
+                                        ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]})])
+def test_every_sampling_field_reaches_the_engine(hashed, hash_client, monkeypatch, path, body):
+    engine = hashed.state.model.engine
+    seen, submit = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda ids, params, **more: seen.append(params) or submit(ids, params, **more))
+    response = hash_client.post(f"/v1/{path}", json={**body, **SETTINGS})
+    assert response.status_code == 200, response.text
+    expected_values = {**SETTINGS, "stop": ("zzz",), "stop_token_ids": (9,), "logit_bias": {3: -1.0}}
+    assert {name: getattr(seen[0], name) for name in SETTINGS} == expected_values
+
+
 def test_tokenize_and_back(hash_client):
     text = "Příliš žluťoučký <|im_end|> kůň 👨‍👩‍👧"
     answer = hash_client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()

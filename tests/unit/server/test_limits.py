@@ -255,6 +255,25 @@ def test_nobody_waits_for_a_reader_that_stops_reading():
         assert server.state.counts.disconnects == 0
 
 
+def test_a_reader_of_one_byte_at_a_time_delays_nobody_and_gets_everything():
+    """Others are answered between any two of its bytes."""
+    with background(hash_model(**LONG), Limits(write_seconds=3600)) as server, \
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as session, sleeping_reader(server) as slow:
+        slow.settimeout(DEADLINE)
+        eventually(lambda: any(connection.flow.write_paused for connection in connections(server)))
+        received = b""
+        for _ in range(20):
+            received += slow.recv(1)
+            assert session.post("/v1/completions", json={"prompt": [3], "max_tokens": 3}).status_code == 200
+        assert len(received) == 20 and server.state.counts.in_flight >= 1
+        while b"data: [DONE]" not in received[-200:]:
+            part = slow.recv(1 << 20)
+            assert part
+            received += part
+        assert received.count(b'"finish_reason":"length"') == 4
+        eventually(lambda: idle(server))
+
+
 def test_a_reader_that_stops_reading_is_dropped():
     with background(hash_model(**LONG), Limits(write_seconds=0.5)) as server, sleeping_reader(server):
         eventually(lambda: server.state.counts.disconnects == 1 and idle(server))
