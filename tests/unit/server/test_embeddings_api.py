@@ -150,15 +150,21 @@ def test_hundreds_at_once_beside_chats_are_those_of_each_alone():
 
 def test_a_client_that_leaves_frees_the_pages_of_all_its_inputs():
     model = hash_model(prefill_chunk=8)
-    with background(model) as server, gate_of(model).held(2) as gate:
+    with background(model) as server, gate_of(model).held(0) as gate:
+        def both_are_in_work():
+            """The second one may come while the first one's step stands at the gate."""
+            if gate.holds and model.engine._commands:
+                gate.allow(1)
+            return gate.holds and not model.engine._commands and len(model.engine._engine._requests) == 2
+
         async def leave():
-            async with httpx.AsyncClient(base_url=server.url) as client:
+            async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE) as client:
                 task = asyncio.ensure_future(client.post("/v1/embeddings", json={"input": [[3] * 200, [4] * 200]}))
-                await asyncio.to_thread(eventually, lambda: gate.holds and model.engine.metrics.pages_held > 0)
+                await asyncio.to_thread(eventually, both_are_in_work)
                 task.cancel()
                 await asyncio.wait([task])
         asyncio.run(leave())
-        eventually(lambda: model.engine._commands)
+        eventually(lambda: len(model.engine._commands) >= 2)      # the cancellations
         gate.allow(1)       # the step it was in, and no other
         eventually(lambda: model.engine.metrics.pages_held == 0 and server.state.counts.in_flight == 0)
         assert model.engine.metrics.finished == {"abort": 2} and not gate.holds
@@ -173,6 +179,7 @@ def test_time_is_up_and_a_failing_model():
 
             thread = threading.Thread(target=lambda: asked.append(embed(session, [5] * 100, 504)))
             thread.start()
+            eventually(lambda: gate.holds)
             eventually(lambda: model.engine._commands)      # the cancellation
             gate.allow(None)
             thread.join(DEADLINE)
