@@ -84,7 +84,7 @@ def background(model: ServedModel, limits: Limits | None = None, **options: Any)
     thread = threading.Thread(target=server.run, args=([listener],), name="relaxpack-server", daemon=True)
     thread.start()
     try:
-        if not ready.wait(30):
+        if not ready.wait(120):
             raise RuntimeError("the server did not start")
         yield Running(url_of(listener), server.config.app.state.server, server)
     finally:
