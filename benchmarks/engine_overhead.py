@@ -1,6 +1,6 @@
 """Time the engine itself: Python per decode step on a device that answers at once, and the NumPy sampler per batch.
 
-    python benchmarks/engine_overhead.py [--batch 64] [--json]
+    python benchmarks/engine_overhead.py [--batch 64] [--json > benchmarks/results/engine_overhead-$(date +%F).json]
 
 The step number is what a GPU would wait for between two launches; the goal is under 300 us at batch 64.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from relaxpack.bench.report import environment
 from relaxpack.runtime.engine import Engine
 from relaxpack.runtime.sampler import SamplingState, sample, sequence_key
 from relaxpack.runtime.sampling_params import SamplingParams
@@ -109,7 +110,8 @@ def main() -> None:
         for vocab in (49_152, 151_936) for batch in (1, args.batch) for name, s in settings.items()
     }
     if args.json:
-        print(json.dumps({"batch": args.batch, "step_us": step, "sampler_us": sampler}))
+        print(json.dumps({"batch": args.batch, "step_us": step, "sampler_us": sampler, "environment": environment()},
+                         indent=2))
         return
     print(f"engine step at batch {args.batch}: median {step['median']:.0f} us, mean {step['mean']:.0f} us, "
           f"p99 {step['p99']:.0f} us, mean of processor time {step['cpu_mean']:.0f} us (best of {args.runs} runs)")

@@ -77,6 +77,12 @@ def serving() -> list[str]:
         lines += [f"Time to the first token of a prompt whose first {data['shared_tokens']} tokens are known (warm) or not "
                   f"(cold), and {data['own_tokens']} are its own. `benchmarks/prefix.py`, results/{name}.", "",
                   *table(["", "cold ms", "warm ms", "falls by"], rows)]
+    if (found := newest("engine_overhead-*.json")) is not None:
+        name, data = found
+        step = data["step_us"]
+        lines += [f"The engine itself, on a device that answers at once: {step['median']:.0f} us a decode step at batch "
+                  f"{data['batch']} (median; {step['cpu_mean']:.0f} us of processor time). `benchmarks/engine_overhead.py`, "
+                  f"results/{name}.", ""]
     if (found := newest("soak-*.json")) is not None:
         name, data = found
         parts = data["parts"]
