@@ -115,10 +115,11 @@ class Manifest:
     extra: Json = field(default_factory=dict)
 
     def oldest_format(self) -> int:
-        """The oldest format that describes this bundle. Format 1 knows one pair of dtypes for all targets, and parameters
-        of a target in one stem."""
+        """The oldest format that describes this bundle. Format 1 knows one pair of dtypes for all targets, parameters of a
+        target in one stem, and no libraries that kernels call."""
         own = any((entry.activation_dtype or self.model_info.activation_dtype) != self.model_info.activation_dtype
-                  or (entry.kv_dtype or self.model_info.kv_dtype) != self.model_info.kv_dtype or entry.shared_params
+                  or (entry.kv_dtype or self.model_info.kv_dtype) != self.model_info.kv_dtype
+                  or entry.shared_params or entry.libraries
                   for entry in self.targets)
         return 2 if own else 1
 

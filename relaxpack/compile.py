@@ -415,7 +415,15 @@ def _target_entry(plan: TargetPlan, lowered: Lowered, stem: str, shared: dict[st
         {"arena_bytes": lowered.arena_bytes(), "weight_bytes": _parameter_bytes(lowered), **_storages(lowered)},
         lowered.kernel_counts(),
         tuning_records=tuple(lowered.explanation.get("tuning", {}).get("used", ())),
-        activation_dtype=plan.activation_dtype, kv_dtype=plan.kv_dtype, shared_params=shared, explain=explain)
+        activation_dtype=plan.activation_dtype, kv_dtype=plan.kv_dtype, shared_params=shared, explain=explain,
+        libraries=_libraries(lowered))
+
+
+def _libraries(lowered: Lowered) -> dict[str, Any]:
+    """Libraries that kernels call, with the number of these kernels."""
+    sources = [kernel["source"] for kernel in lowered.explanation["kernels"]]
+    names = Counter(source.partition(":")[2] for source in sources if source.startswith("library:"))
+    return {name: {"kernels": count} for name, count in sorted(names.items())}
 
 
 def _storages(lowered: Lowered) -> dict[str, Any]:

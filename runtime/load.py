@@ -99,9 +99,11 @@ def make_runner(library: Path, entry: TargetEntry, info: ModelInfo, parameters: 
         return CpuModelRunner(opened, info, num_pages, entry.functions)
     from relaxpack.runtime import cuda_memory
     from relaxpack.runtime.cuda_model_runner import CudaModelRunner
+    from relaxpack.runtime.library.provide import provide
     from relaxpack.runtime.upload import upload
 
     free_before = cuda_memory.free_and_total()[0]
+    workspace = provide(entry.libraries, device)
     with _timed(took, "weights"):
         uploaded = upload(parameters, device, progress)
     with _timed(took, "library"):
@@ -109,7 +111,7 @@ def make_runner(library: Path, entry: TargetEntry, info: ModelInfo, parameters: 
     with _timed(took, "memory"):
         sizes = [parameter.bytes if isinstance(parameter, TensorRegion) else parameter.nbytes for parameter in parameters]
         runner = CudaModelRunner(opened, info, device, entry.buckets, num_pages, entry.memory_plan, entry.functions,
-                                 weight_sizes=sizes, free_before=free_before)
+                                 weight_sizes=sizes, free_before=free_before, library_bytes=workspace)
     if report is not None:
         report.weight_bytes, report.plan = uploaded.bytes, runner.plan
     return runner

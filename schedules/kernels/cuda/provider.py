@@ -23,6 +23,7 @@ from relaxpack.schedules.kernels.cuda import packing
 from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
 from relaxpack.schedules.kernels.cuda.embedding import embedding
+from relaxpack.schedules.kernels.cuda.library import library_linear
 from relaxpack.schedules.kernels.cuda.linear import linear
 from relaxpack.schedules.kernels.cuda.norm import norm
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
@@ -32,12 +33,14 @@ from relaxpack.weight_format import QuantizedTensor, WeightFormat
 
 
 class CudaKernels:
-    """`KernelProvider` for a CUDA target. Equal specs give the very same Kernel."""
+    """`KernelProvider` for a CUDA target. Equal specs give the very same Kernel. `library_for`: the library that is to
+    compute a matmul instead of a kernel of ours (see `library.py`), None for none; by default there is none."""
 
-    def __init__(self, target: TargetSpec) -> None:
+    def __init__(self, target: TargetSpec, library_for: Callable[[LinearSpec], str | None] = lambda spec: None) -> None:
         if target.kind != "cuda":
             raise CompileError(f"target {target.name} is not a GPU")
         self.target, self.arch = target, target.arch
+        self._library_for = library_for
         self._kernels: dict[Hashable, Kernel] = {}
 
     def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
@@ -47,6 +50,9 @@ class CudaKernels:
         return packing.pack(layout, weight)
 
     def linear(self, spec: LinearSpec) -> Kernel:
+        library = self._library_for(spec)
+        if library is not None:
+            return self._cached(("linear", library, spec), lambda: library_linear(spec, library))
         return self._cached(("linear", spec), lambda: linear(spec, self.arch))
 
     def embedding(self, spec: EmbeddingSpec) -> Kernel:

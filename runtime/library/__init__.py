@@ -1,0 +1,1 @@
+"""Libraries of others that kernels of a bundle may call."""
