@@ -144,7 +144,10 @@ def _print_summary(report: Any) -> None:
     table.add_row("total", f"{sum(report.seconds.values()):.1f}", "", style="bold")
     console.print(table)
     path = shlex.quote(str(report.path))
-    next_step = f"relaxpack chat {path}" if report.can_chat else f"relaxpack generate {path} --raw \"Once upon a time\""
+    if report.manifest.targets[0].functions == ("embed",):
+        next_step = f"relaxpack serve {path}"
+    else:
+        next_step = f"relaxpack chat {path}" if report.can_chat else f"relaxpack generate {path} --raw \"Once upon a time\""
     console.print(f"Next: {next_step}", highlight=False, markup=False, soft_wrap=True)
 
 
