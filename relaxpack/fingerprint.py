@@ -22,13 +22,17 @@ KERNELS_GENERATION = 1
 _SM_COUNT, _L2_BYTES = 16, 38    # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, _L2_CACHE_SIZE (cuda.h)
 
 
-def target_fingerprint(target: TargetSpec, gpu: int = 0) -> Facts:
-    """Facts of a CPU target, or of the GPU number `gpu` of this machine. Raises EnvironmentProblem where a GPU target is
-    not this machine's GPU: what another GPU is cannot be known here, so give its fingerprint by other means (the records
-    of a database list theirs)."""
+def target_fingerprint(target: TargetSpec, gpu: int = 0, *, must_be_here: bool = True) -> Facts:
+    """Facts of a CPU target, or of the GPU number `gpu` of this machine. What another GPU is cannot be known here: raises
+    EnvironmentProblem, or answers with facts that no record has, so that a look-up finds nothing and can say why."""
     if target.kind == "cpu":
         return {"kind": "cpu", "arch": target.arch, "features": tuple(sorted(target.features)), "threads": target.threads}
-    return {"kind": "cuda", "arch": target.arch, **_gpu_facts(target.arch, gpu)}
+    try:
+        return {"kind": "cuda", "arch": target.arch, **_gpu_facts(target.arch, gpu)}
+    except EnvironmentProblem:
+        if must_be_here:
+            raise
+        return {"kind": "cuda", "arch": target.arch, "name": None, "sm_count": None, "l2_bytes": None, "memory_gib": None}
 
 
 def compiler_fingerprint(kind: str) -> Facts:
@@ -67,6 +71,8 @@ def described(facts: Facts) -> str:
 
 def _shown(facts: Facts, name: str) -> str:
     value = facts.get(name, "nothing")
+    if value is None or value == ():
+        return "unknown" if value is None else "none"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -40,7 +40,7 @@ RECORD_VERSION = 1
 TARGET_FACTS = {"cpu": ("arch", "features", "threads"), "cuda": ("arch", "sm_count", "l2_bytes", "memory_gib")}
 COMPILER_FACTS = ("apache-tvm", "kernels")
 CONDITIONS = ("repeats", "rotated_bytes")
-_MOST_ROWS, _LARGEST = 1 << 31, 1e300
+_MOST_ROWS, _LARGEST, _LONGEST_REASON = 1 << 31, 1e300, 500
 _CHOICES = {"trace": ("trace",), "parameters": ("parameters",), "library": ("library", "parameters")}
 
 
@@ -209,7 +209,7 @@ class TuningRecord:
 
     def marked(self, status: Status, reason: str) -> TuningRecord:
         """This record with at least this status. A mark that is not higher than the one it has changes nothing."""
-        return joined(self, replace(self, status=status, reason=reason))
+        return joined(self, replace(self, status=status, reason=tidy(reason)))
 
     def remeasured(self, *, times_us: tuple[float, ...], conditions: Facts, check: Check, origin: Origin,
                    compiler: Facts | None = None, baseline_us: float | None = None) -> TuningRecord:
@@ -261,6 +261,12 @@ class Verdict(NamedTuple):
     status: Status
     reason: str = ""
     renewed: TuningRecord | None = None
+
+
+def tidy(reason: str) -> str:
+    """A reason, which may be a compiler's outcry, as one line that every database can store."""
+    line = " ".join(reason.replace("\0", " ").split()).encode(errors="replace").decode()
+    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON - 3] + "..."
 
 
 def joined(a: TuningRecord, b: TuningRecord) -> TuningRecord:

@@ -24,7 +24,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from relaxpack.dist.tuning import schema
 from relaxpack.dist.tuning.engine import Forkable, clear_errors, connect, shown
 from relaxpack.errors import DamagedRecordError, DatabaseError
-from relaxpack.tuning_record import STATUSES, Damaged, RecordKey, Status, TuningRecord, canonical, digest
+from relaxpack.tuning_record import STATUSES, Damaged, RecordKey, Status, TuningRecord, canonical, digest, tidy
 
 log = logging.getLogger(__name__)
 _BATCH = 500
@@ -120,7 +120,7 @@ class RecordStore:
         with clear_errors(self._given), self._forkable.engine.begin() as connection:
             if not connection.execute(sa.select(schema.records.c.id).where(schema.records.c.id == record_id)).first():
                 raise DatabaseError(f"{self.location} has no record {record_id[:16]}")
-            return self._raise_status(connection, record_id, status, reason) > 0
+            return self._raise_status(connection, record_id, status, tidy(reason)) > 0
 
     @staticmethod
     def _raise_status(connection: sa.Connection, record_id: str, status: Status, reason: str) -> int:

@@ -44,7 +44,7 @@ class DatabaseLookup:
         sources: list[RecordSource] = []
         try:
             sources += [open_source(SEED.as_posix() if location == "seed" else location) for location in locations]
-            return cls(Layers(sources), target_fingerprint(target), compiler_fingerprint(target.kind))
+            return cls(Layers(sources), target_fingerprint(target, must_be_here=False), compiler_fingerprint(target.kind))
         except BaseException:
             for source in sources:
                 source.close()

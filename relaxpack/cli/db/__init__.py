@@ -17,8 +17,8 @@ def db() -> None:
     """Look after tuning records, and share them.
 
     A database is an SQLite file, a PostgreSQL database (postgresql://USER:PASSWORD@HOST/NAME), or, to read only, bundles of
-    records in a folder, on a web server or in a bucket (https://..., s3://...). Without --db it is that of
-    $RELAXPACK_TUNING_DB, or else a file of this user's.
+    records in a folder, on a web server or in a bucket (https://..., s3://...), or the word seed for those that come with
+    relaxpack. Without --db it is that of $RELAXPACK_TUNING_DB, or else a file of this user's.
 
     \b
     Examples:

@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 SHORT = 12   # characters of an id that are shown
 
 db_option = click.option("--db", "location", metavar="LOCATION",
-                         help="The database. Default: $RELAXPACK_TUNING_DB, or a file of this user's.")
+                         help="The database, or seed. Default: $RELAXPACK_TUNING_DB, or a file of this user's.")
 
 
 def filter_options(function: F) -> F:
@@ -87,8 +87,13 @@ def open_store(location: str | None, create: bool = False) -> RecordStore:
 
 
 def open_source(location: str | None) -> RecordSource:
+    """"seed" means the records that come with relaxpack, as for `relaxpack build`."""
     from relaxpack.dist.tuning.layers import open_source
 
+    if location == "seed":
+        from relaxpack.tuning.lookup import SEED
+
+        location = str(SEED)
     return open_source(location or tuning_database())
 
 

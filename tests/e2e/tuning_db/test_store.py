@@ -75,6 +75,10 @@ def test_the_best_good_record_answers_and_a_mark_is_never_taken_back(location: s
         assert store.lookup(*slow.key) == slow
         assert not store.add(second) and store.get(second.id).reason == "wrong numbers"   # the good copy changes nothing
         assert store.add(slow.marked("failed", "too")) and store.lookup(*slow.key) is None
+        third = record("third")
+        store.add(third)
+        assert store.mark(third.id, "failed", "error:\n\0 line 2") and store.get(third.id) == third.marked(
+            "failed", "error: line 2")
         with pytest.raises(DatabaseError, match="no record 0000"):
             store.mark("0" * 64, "stale", "")
 

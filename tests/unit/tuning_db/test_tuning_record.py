@@ -72,6 +72,12 @@ def test_a_mark_only_goes_up() -> None:
     assert joined(stale, good.marked("stale", "a")).reason == "a"
 
 
+def test_a_reason_becomes_one_line_that_every_database_stores() -> None:
+    marked = record().marked("failed", "Traceback\n  File \0 \ud800\n" + "x" * 9999)
+    assert marked.reason.startswith("Traceback File ? x") and len(marked.reason) == 500 and marked.reason.endswith("...")
+    assert TuningRecord.from_json(marked.to_json()) == marked
+
+
 def test_measured_again_is_a_new_good_record_with_its_parent() -> None:
     old = record(check=None, status="stale", reason="imported")
     new = old.remeasured(times_us=(3.0,), conditions=old.conditions, check=Check(1, 0.0, 0.0), origin=old.origin,

@@ -1,0 +1,48 @@
+"""What this machine is, and how two fingerprints differ in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from relaxpack.dist import host
+from relaxpack.errors import EnvironmentProblem
+from relaxpack.fingerprint import described, difference, other_compiler, target_fingerprint
+from relaxpack.target import TargetSpec
+from relaxpack.tuning_record import TARGET_FACTS, digest
+from tests.helpers.tuning_records import COMPILER, CPU, SM_80, SM_90
+
+
+def test_a_cpu_is_its_name_features_and_threads() -> None:
+    found = target_fingerprint(TargetSpec("cpu", "znver5", ("fma", "avx2"), 2))
+    assert found == CPU and digest(found) == digest(CPU)
+    assert digest(target_fingerprint(TargetSpec("cpu", "znver5", ("avx2", "fma"), 3))) != digest(CPU)
+
+
+def test_a_gpu_that_is_not_here_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = host.CudaDriver(None, problem="libcuda.so.1 is not installed")
+    monkeypatch.setattr("relaxpack.fingerprint.cuda_driver", lambda: driver)
+    target = TargetSpec("cuda", "sm_90a")
+    with pytest.raises(EnvironmentProblem, match="no GPU 0: libcuda.so.1 is not installed"):
+        target_fingerprint(target)
+    unknown = target_fingerprint(target, must_be_here=False)
+    assert set(TARGET_FACTS["cuda"]) < unknown.keys() and digest(unknown) != digest(SM_90)
+    assert "sm_count unknown here, 132 there" in difference(unknown, SM_90)
+    a100 = host.CudaDriver((12, 4), (host.Gpu("A100", (8, 0), 80 << 30),))
+    monkeypatch.setattr("relaxpack.fingerprint.cuda_driver", lambda: a100)
+    with pytest.raises(EnvironmentProblem, match=r"the GPU here is A100 \(sm_80\), not sm_90a"):
+        target_fingerprint(target)
+
+
+def test_differences_in_words() -> None:
+    assert difference(CPU, CPU) == ""
+    assert difference(CPU, {**CPU, "threads": 4}) == "threads 2 here, 4 there"
+    assert difference({**CPU, "features": ()}, CPU) == "features none here, avx2 fma there"
+    older = {name: COMPILER[name] for name in ("apache-tvm", "kernels")}
+    assert difference(COMPILER, older) == "llvm 22 here, nothing there"
+    assert "arch sm_80 here, sm_90a there" in difference(SM_80, SM_90)
+
+
+def test_names_for_people() -> None:
+    assert described(CPU) == "cpu:znver5, 2 threads" and described(SM_90) == "cuda:sm_90a, H200, 132 SMs"
+    assert other_compiler(COMPILER) == ""
+    assert other_compiler({**COMPILER, "kernels": 7}) == "kernels 1 here, 7 there"
