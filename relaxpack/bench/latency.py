@@ -42,7 +42,7 @@ def measure(llm: LLM, case: LatencyCase, runs: int, seed: int = 0) -> dict[str, 
 
 
 def _once(llm: LLM, case: LatencyCase, rng: random.Random) -> dict[str, Any]:
-    vocabulary = llm.tokenizer.vocab_size
+    vocabulary = llm.engine.runner.vocab_size     # a tokenizer may have more tokens than its model
     prompts = [[rng.randrange(vocabulary) for _ in range(case.prompt_tokens)] for _ in range(case.batch)]
     params = SamplingParams(temperature=0.0, max_tokens=case.output_tokens, ignore_eos=True)
     arrivals: dict[str, list[float]] = {}

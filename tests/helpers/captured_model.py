@@ -6,8 +6,10 @@ runner runs on any machine.
 from __future__ import annotations
 
 import ctypes
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,14 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.compile import _storages
+from relaxpack.dist.bundle import BundleWriter
+from relaxpack.dist.host import Gpu, Host
+from relaxpack.dist.manifest import Manifest, TargetEntry, WeightsSummary
 from relaxpack.lowering import attention_spec
 from relaxpack.model_info import ModelInfo
 from relaxpack.passes.config import PipelineConfig
+from relaxpack.passes.memory_plan import PLAN, arena_bytes
 from relaxpack.passes.pipeline import phases, run_phases
 from relaxpack.passes.rewrite import exported_functions, num_inputs
 from relaxpack.relax_models.config import ModelConfig
@@ -26,9 +33,11 @@ from relaxpack.relax_models.rope import RopeConfig
 from relaxpack.runtime import cuda_memory
 from relaxpack.runtime.cuda_model_runner import CudaModelRunner
 from relaxpack.runtime.vm import Library
+from relaxpack.target import TargetSpec, host_cpu_features
 from relaxpack.weight_format import FORMATS
 from tests.helpers import graph_stand_ins
 from tests.helpers.plain_kernels import PlainKernels
+from tests.helpers.tiny_checkpoints import tokenizer_json
 
 CONFIG = ModelConfig("llama", 32, 48, 2, 4, 2, 8, 61, 1e-5, 64, RopeConfig("default", 10000.0, 8, 64), (None, 5), True,
                      False, False, False, False)
@@ -132,3 +141,34 @@ def runner(model: CapturedModel, graphs: bool = True, parameters: list[Any] | No
     library = Library(model.path, tvm.cpu(), model.parameters if parameters is None else parameters, graphs)
     return CudaModelRunner(library, model.info, tvm.cpu(), model.buckets, num_pages,
                            functions=model.functions, **options), log
+
+
+def write_bundle(model: CapturedModel, path: Path) -> Manifest:
+    """A bundle as a build for `cuda:sm_90a` makes it, but for its code, which is this CPU's."""
+    target = TargetSpec("cuda", "sm_90a")
+    explanation = {"memory_plan": json.loads(str(model.final.attrs[PLAN]))}
+    memory = {"arena_bytes": arena_bytes(explanation["memory_plan"]),
+              "weight_bytes": sum(p.numpy().nbytes for p in model.parameters),
+              **_storages(SimpleNamespace(explanation=explanation))}  # type: ignore[arg-type]
+    with BundleWriter(path) as writer:
+        writer.add_file(f"lib/{target.file_stem}.so", model.path)
+        writer.add_bytes("tokenizer/tokenizer.json", tokenizer_json().encode())
+        writer.add_bytes("tokenizer/text.json", b"{}")
+        with writer.params(target.file_stem) as params:
+            for name, tensor in zip(model.names, model.parameters, strict=True):
+                params.add(name, {"": tensor.numpy()})
+        entry = TargetEntry(target, f"lib/{target.file_stem}.so", target.file_stem, tuple(model.names),
+                            ("prefill", "decode", "sample"), {}, model.buckets, memory, activation_dtype="float32",
+                            kv_dtype="float32")
+        summary = WeightsSummary({"f32": memory["weight_bytes"]})
+        return writer.finish(Manifest("test", "0" * 64, model.info, summary, (entry,), {}, {"name": "captured"}, {}))
+
+
+def as_gpu(patch: pytest.MonkeyPatch, free: int = 1 << 30) -> graph_stand_ins.GraphLog:
+    """Let this machine pass for one with an H200 as far as loading and running such a bundle is concerned. Libraries that
+    are opened from now on share one log of graphs."""
+    host_memory(patch, free)
+    gpu = Host("x86_64", host_cpu_features(), (Gpu("stand-in for an H200", (9, 0), 1 << 37),))
+    patch.setattr("relaxpack.dist.bundle.detect_host", lambda: gpu)
+    patch.setattr("relaxpack.runtime.load.device_for", lambda kind, index=0: tvm.cpu())
+    return graph_stand_ins.install()
