@@ -4,6 +4,7 @@ a head.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relaxpack import cli
 from relaxpack.compile import BuildOptions, build_bundle
 from relaxpack.dist.bundle import Bundle
+from relaxpack.dist.canary import CANARY, HIDDEN, CanarySet
 from relaxpack.errors import RequestError, UsageError
 from relaxpack.explain import explanation
 from relaxpack.llm import LLM
 from relaxpack.relax_models.checkpoint import open_checkpoint
+from relaxpack.runtime.canaries import check
+from relaxpack.runtime.load import load_model
 from relaxpack.schedules.cuda_compile import check_library
 from tests.helpers.tiny_checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.reference.numpy_decoder import hidden_states
@@ -118,11 +123,23 @@ def test_a_kind_of_embeddings_that_is_none(tmp_path: Path) -> None:
         build_bundle(write_checkpoint(tmp_path / "x"), tmp_path / "y", options=BuildOptions(embeddings="maybe"))
 
 
-def test_a_gpu_target_is_machine_code_by_rules_of_ours(tmp_path: Path) -> None:
+def test_verify_compares_hidden_states_where_there_are_no_logits(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["verify", str(built.bundles["only"])]) == 0
+    assert "plain: hidden states within 0" in capsys.readouterr().out
+    canaries = CanarySet.from_bytes(Bundle.open(built.bundles["only"]).read(CANARY))
+    assert canaries.values == HIDDEN
+    wrong = dataclasses.replace(canaries.canaries[0], top_logits=tuple(x + 1 for x in canaries.canaries[0].top_logits))
+    [report] = check(load_model(built.bundles["only"]).runner, dataclasses.replace(canaries, canaries=(wrong,)))
+    assert not report.ok and "the hidden state at" in report.message
+
+
+def test_a_gpu_target_is_machine_code_by_rules_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint", dtype="bfloat16", num_hidden_layers=1)
-    report = build_bundle(folder, tmp_path / "x.bundle", "cuda:sm_90a", BuildOptions(
-        max_context=32, max_batch=1, prefill_chunk=16, embeddings="only"))
-    bundle = Bundle.open(report.path)
+    path = tmp_path / "x.bundle"
+    assert cli.run(["build", str(folder), "-o", str(path), "--target", "cuda:sm_90a", "--max-context", "32",
+                    "--max-batch", "1", "--prefill-chunk", "16", "--embeddings-only"]) == 0
+    assert f"Next: relaxpack serve {path}" in capsys.readouterr().err
+    bundle = Bundle.open(path)
     [entry] = bundle.manifest.targets
     check_library(bundle.path(entry.library))
     assert entry.functions == ("embed",) and not entry.buckets and set(entry.kernels) == {"rule", "host"}

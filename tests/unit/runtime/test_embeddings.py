@@ -102,6 +102,40 @@ def test_beside_running_chats_under_pressure():
     assert pool.available == pool.total and pool.num_held == 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_random_lives(seed):
+    """A thousand steps each, with cancels, failures and chats in between: page invariants hold, and what ends is right."""
+    rng = random.Random(seed)
+    runner = EmbeddingFake(page_size=[1, 3, 4][seed], num_pages=[70, 26, 20][seed], max_batch=5, max_context=40,
+                           prefill_chunk=[5, 9, 16][seed])
+    engine = Engine(runner, prefix_caching=seed != 1, exact=seed != 2)
+    stem, live, failed = prompts_of([20], seed)[0], [], 0
+    for _ in range(1000):
+        while len(live) < 8 and rng.random() < 0.6:
+            prompt = stem[:rng.randrange(21)] + [rng.randrange(97) for _ in range(rng.randrange(1, 19))]
+            live.append(engine.add(prompt, SamplingParams(max_tokens=rng.randrange(1, 2 + 39 - len(prompt)), seed=1))
+                        if rng.random() < 0.4 else engine.admit(engine.prepare_embedding(
+                            prompt, EmbeddingParams(pooling=rng.choice(POOLINGS)))))
+        if rng.random() < 0.03:
+            engine.cancel(live.pop(rng.randrange(len(live)))) if live else None
+        if rng.random() < 0.01:
+            runner.fail_next = RuntimeError("injected")
+        engine.step()
+        engine.scheduler.check()
+        for request in [r for r in live if r.finished]:
+            live.remove(request)
+            if request.sequences[0].finish_reason is FinishReason.ERROR:
+                failed += 1
+            elif request.pooler is not None:
+                assert_right(request)
+    runner.fail_next = None
+    while engine.has_work:
+        engine.step()
+    pool = engine.scheduler.pool
+    assert pool.available == pool.total and pool.num_held == 0
+    assert engine.metrics.preemptions > 5 and failed > 0
+
+
 def test_cached_pages_serve_the_last_token_but_not_a_mean():
     engine = Engine(EmbeddingFake())
     [prompt] = prompts_of([30])
