@@ -115,7 +115,7 @@ def random_packed(kernels: CpuKernels, name: str, n: int, k: int, swiglu: bool) 
     fmt = FORMATS[name]
     if fmt.quantized:
         shape = (n, fmt.groups(k))
-        codes = rng.integers(0, 15, (n, k)).astype("int8" if fmt.signed else "uint8")
+        codes = rng.integers(0, 125 if fmt.e4m3 else 15, (n, k)).astype("int8" if fmt.signed else "uint8")
         scales = rng.uniform(0.001, 0.01, shape).astype(fmt.scale_dtype)
         weight: object = QuantizedTensor(fmt, codes, scales, scales if fmt.minimum == "stored" else None)
     else:

@@ -43,7 +43,7 @@ class Fp8Tuning:
     """What may vary without changing the layout of weights or the order in which floats are summed."""
 
     unroll: int = 4                  # columns in one iteration; divides STRETCH
-    prefetch: int = 2048             # one row: bytes of the panel's stream that are fetched ahead; 0: none
+    prefetch: int = 8192             # decode: bytes of the panel's stream that are fetched ahead; 0: none
     threads: bool = True             # decode: panels are spread over threads
     tiles: tuple[int, ...] = (3,)    # decode: heights of tiles of rows, small to large
     tile: int = 3                    # prefill: height of a tile of rows
@@ -51,7 +51,7 @@ class Fp8Tuning:
 
 
 def default_tuning(isa: Isa) -> Fp8Tuning:
-    return Fp8Tuning(tiles=(4, 8), tile=8) if isa.lanes == 16 else Fp8Tuning()
+    return Fp8Tuning(tiles=(4,), tile=8) if isa.lanes == 16 else Fp8Tuning()
 
 
 def widen(codes: Expr, lanes: int) -> Expr:
@@ -73,10 +73,12 @@ class Panel:
     columns: int     # of the whole weight
     panel: Expr
 
-    def codes(self, pair: Expr, column: Expr, first: int, lanes: int) -> Expr:
-        """Codes of `lanes` rows in a column, which counts from the start of the pair of stretches."""
-        group, at = self._place(pair, column)
-        return load(self.weight, self.panel, group, at + i64(first), lanes=lanes)
+    def values(self, pair: Expr, column: Expr, lanes: int) -> list[Expr]:
+        """The 32 rows' numbers in a column, which counts from the start of the pair of stretches, divided by 256. They are
+        widened together: half the instructions."""
+        all_rows = T.bind(widen(load(self.weight, self.panel, *self._place(pair, column), lanes=PANEL), PANEL))
+        return [T.bind(T.Shuffle([all_rows], [T.int32(i) for i in range(first, first + lanes)]))
+                for first in range(0, PANEL, lanes)]
 
     def address(self, pair: Expr, column: Expr, ahead: int) -> Expr:
         group, at = self._place(pair, column)
@@ -103,14 +105,14 @@ def _stretches(columns: int, body: Callable[[Expr, Expr, int], None]) -> None:
         body(i64(last // 2), i64(last % 2 * STRETCH), columns % STRETCH)
 
 
-def _steps(count: int, unroll: int, step: Callable[[Expr], None]) -> None:
-    """step(column) for each of `count` columns, `unroll` in one iteration."""
+def _steps(count: int, unroll: int, step: Callable[[Expr, int], None]) -> None:
+    """step(column, which of the iteration) for each of `count` columns, `unroll` in one iteration."""
     with loop(count // unroll) as block:
         for u in range(unroll):
-            step(block * i64(unroll) + i64(u))
+            step(block * i64(unroll) + i64(u), u)
     if count % unroll:
-        with loop(count % unroll) as u:
-            step(u + i64(count // unroll * unroll))
+        with loop(count % unroll) as last:
+            step(last + i64(count // unroll * unroll), 0)
 
 
 def _one_row(isa: Isa, tuning: Fp8Tuning, x: Any, panel: Panel) -> list[Expr]:
@@ -124,14 +126,13 @@ def _one_row(isa: Isa, tuning: Fp8Tuning, x: Any, panel: Panel) -> list[Expr]:
         for i in range(len(parts) * vectors):
             acc[i] = const(0.0, lanes)
 
-        def step(k: Expr) -> None:
+        def step(k: Expr, u: int) -> None:
             for i, (first, _) in enumerate(parts):
                 column = k + i64(first)
                 value = T.bind(splat(load(x, 0, i64(pair) * i64(BLOCK) + column), lanes))
-                for v in range(vectors):
-                    w = widen(panel.codes(pair, column, v * lanes, lanes), lanes)
+                for v, w in enumerate(panel.values(pair, column, lanes)):
                     acc[i * vectors + v] = fma(w, value, acc[i * vectors + v])
-                if tuning.prefetch:
+                if tuning.prefetch and not u % 2:       # 64 bytes are two columns
                     prefetch(panel.address(pair, column, tuning.prefetch))
 
         _steps(parts[0][1], tuning.unroll, step)
@@ -148,13 +149,13 @@ def _one_row(isa: Isa, tuning: Fp8Tuning, x: Any, panel: Panel) -> list[Expr]:
 
 
 def _add_stretch(isa: Isa, tuning: Fp8Tuning, x: Any, panel: Panel, pair: Expr, first: Expr, count: int, rows: list[Expr],
-                 weights: Callable[[Expr, int], Expr], sums: Any, at: Expr) -> None:
-    """sums[at + m] += scale * (stretch of the panel times row m). `weights(column, v)`: 16 or 8 numbers of a column."""
+                 weights: Callable[[Expr, int], list[Expr]], sums: Any, at: Expr) -> None:
+    """sums[at + m] += scale * (stretch of the panel times row m). `weights(column, which of the iteration)`: 32 numbers."""
     lanes, vectors = isa.lanes, PANEL // isa.lanes
     acc = Registers(len(rows) * vectors, lanes, start=const(0.0, lanes))
 
-    def step(k: Expr) -> None:
-        w = [T.bind(weights(k + first, v)) for v in range(vectors)]
+    def step(k: Expr, u: int) -> None:
+        w = weights(k + first, u)
         for m, row in enumerate(rows):
             value = T.bind(splat(load(x, row, pair * i64(BLOCK) + (k + first)), lanes))
             for v in range(vectors):
@@ -178,8 +179,10 @@ def _few_rows(isa: Isa, tuning: Fp8Tuning, x: Any, panel: Panel, rows: list[Expr
     _clear(sums, i64(len(rows)), isa.lanes)
 
     def stretch(pair: Expr, first: Expr, count: int) -> None:
-        def weights(column: Expr, v: int) -> Expr:
-            return widen(panel.codes(pair, column, v * isa.lanes, isa.lanes), isa.lanes)
+        def weights(column: Expr, u: int) -> list[Expr]:
+            if tuning.prefetch and not u % 2:
+                prefetch(panel.address(pair, column, tuning.prefetch))
+            return panel.values(pair, column, isa.lanes)
 
         _add_stretch(isa, tuning, x, panel, pair, first, count, rows, weights, sums, i64(0))
 
@@ -195,12 +198,11 @@ def _many_rows(isa: Isa, tuning: Fp8Tuning, x: Any, panel: Panel, first_row: Exp
 
     def stretch(pair: Expr, first: Expr, count: int) -> None:
         with loop(count) as k:
-            for v in range(PANEL // lanes):
-                codes = panel.codes(pair, k + first, v * lanes, lanes)
-                store(plain, widen(codes, lanes), k, i64(v * lanes), lanes=lanes)
+            for v, w in enumerate(panel.values(pair, k + first, lanes)):
+                store(plain, w, k, i64(v * lanes), lanes=lanes)
 
-        def weights(column: Expr, v: int) -> Expr:
-            return load(plain, column - first, i64(v * lanes), lanes=lanes)
+        def weights(column: Expr, _: int) -> list[Expr]:
+            return [T.bind(load(plain, column - first, i64(v * lanes), lanes=lanes)) for v in range(PANEL // lanes)]
 
         with loop(tiles) as tile:
             rows = [hold_index(minimum(first_row + tile * i64(height) + i64(m), end - i64(1))) for m in range(height)]
