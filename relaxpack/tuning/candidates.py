@@ -31,6 +31,8 @@ def families_for(target: TargetSpec) -> dict[str, KernelFamily]:
 def family_for(families: Mapping[str, KernelFamily], operation: str, spec: Any) -> KernelFamily | None:
     """The family that answers a provider's question, or None where nothing may vary."""
     if operation == "linear" and "cpu.linear_float" in families:
+        if spec.weight.e4m3:
+            return None
         return families["cpu.linear_quantized" if spec.weight.quantized else "cpu.linear_float"]
     return next((family for name, family in families.items() if name.partition(".")[2] == operation), None)
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from relaxpack.target import TargetSpec
 from relaxpack.tuning.rounds import Rounds, rotation_bytes
@@ -46,6 +46,12 @@ class Builder:
         self._folder = Path(tempfile.mkdtemp(prefix="relaxpack-tune-"))
         self._worker, self._seconds, self._numbers = Worker(), build_seconds, itertools.count()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
     def build(self, workload: Workload, choice: Mapping[str, Any]) -> str:
         # A name of its own for every library: a loader answers a known path with what it has loaded from there.
         path = self._folder / f"candidate{next(self._numbers)}.so"
@@ -66,12 +72,6 @@ class LocalMeasurer(Builder):
     def __init__(self, target: TargetSpec, build_seconds: float = BUILD_SECONDS, run_seconds: float = CHECK_SECONDS) -> None:
         super().__init__(target, build_seconds)
         self._runner, self._run_seconds, self.rotate = Worker(), run_seconds, rotation_bytes()
-
-    def __enter__(self) -> LocalMeasurer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def check(self, library: str, workload: Workload, bucket: int, seed: int) -> tuple[float, str]:
         worst, where = self._runner.call(_JOBS + "check", library, workload, bucket, seed, timeout=self._run_seconds)

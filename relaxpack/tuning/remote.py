@@ -8,8 +8,10 @@ fails twice, each time in a session of its own.
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
@@ -22,6 +24,7 @@ from relaxpack.tuning_record import Facts, Workload
 
 _JOBS = "relaxpack.tuning.remote_jobs:"
 ATTEMPTS = 2
+CONNECT_SECONDS = 10.0
 WAIT_SECONDS = 60.0     # for a free machine, on top of the work
 
 
@@ -102,7 +105,9 @@ def _machines(host: str, port: int, key: str) -> int:
     from tvm import rpc
 
     try:
-        summary = rpc.connect_tracker(host, port).summary()
+        socket.create_connection((host, port), CONNECT_SECONDS).close()   # TVM's client would try for a minute
+        with closing(rpc.connect_tracker(host, port)) as tracker:
+            summary = tracker.summary()
     except (OSError, RuntimeError) as error:
         raise EnvironmentProblem(f"no RPC tracker answers at {host}:{port}: {error}; start one with "
                                  "`python -m tvm.exec.rpc_tracker`") from None

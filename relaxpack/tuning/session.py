@@ -306,9 +306,11 @@ def quick_time(rounds: Rounds) -> float:
 
 
 def shares(tasks: Sequence[Task], trials: int) -> dict[str, int]:
-    """Trials by weight, at least MIN_TRIALS each, at most what there is to try; what that leaves goes to the others."""
+    """Trials by weight, some for each where there are enough, at most what there is to try; what that leaves goes to the
+    others."""
     sizes = {task.name: task.part.space.size() if task.part is not None else trials for task in tasks}
-    given = {task.name: min(sizes[task.name], MIN_TRIALS) for task in tasks}
+    least = min(MIN_TRIALS, trials // len(tasks)) if tasks else 0
+    given = {task.name: min(sizes[task.name], least) for task in tasks}
     open_tasks = [task for task in tasks if given[task.name] < sizes[task.name]]
     left = trials - sum(given.values())
     while left > 0 and open_tasks:
