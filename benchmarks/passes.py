@@ -1,19 +1,22 @@
-"""What each pass is worth, by leaving it out: kernels, bytes and memory of a step for published shapes, without weights.
+"""What each pass is worth: kernels, bytes and memory of a step for published shapes, without weights.
 
-    python benchmarks/passes.py [--model Llama-3.2-1B] [--target cpu|cuda:sm_90a] [--markdown]
+    python benchmarks/passes.py --left-out [--model Llama-3.2-1B] [--target cpu|cuda:sm_90a]   each pass left out in turn
+    python benchmarks/passes.py --added                                                        one pass after the other
+    python benchmarks/passes.py --plans                                                        memory plans beside TVM's
 
-Compiles no code, so it takes seconds and runs anywhere; the tables of docs/passes.md are its output. Bytes are those of the
-step table (`passes/step_table.py`) at batch 1 and a context of 1024; "unfused" kernels count what they read and write.
+Compiles no code, so it runs anywhere; the tables of docs/passes.md are its output. Bytes are those of the step table
+(`passes/step_table.py`) at batch 1 and a context of 1024; kernels that are not fused count what they read and write.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -21,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from relaxpack.compile import kernel_provider, pipeline_config
 from relaxpack.lowering import attention_spec
 from relaxpack.passes.memory_plan import PLAN, arena_bytes
-from relaxpack.passes.pipeline import OPTIONAL, phases, run_phases
+from relaxpack.passes.pipeline import ON_REQUEST, OPTIONAL, phases, run_phases
 from relaxpack.passes.step_table import step_table
 from relaxpack.relax_models.export import BuildLimits, export_model
 from relaxpack.schedules.rest import rest_rule
@@ -45,7 +48,15 @@ class Measured:
     seconds: float
 
 
-def measure(model: str, target: str, disabled: Iterable[str], tvm_plan: bool = False) -> Measured:
+# The optional passes in the order in which they run.
+ORDER = ("ShareRopeTable", "FoldConstant", "EliminateCommonSubexpr", "SelectRowsEarly", "FoldScales",
+         "CombineParallelMatmul", "FuseEpilogues", "FuseAddNorm", "FuseOps", "PlanMemory", "RewriteCUDAGraph")
+assert sorted(ORDER) == sorted(OPTIONAL)
+provider_for = functools.cache(lambda target: kernel_provider(parse_target(target)))     # kernels are made once
+
+
+def measure(model: str, target: str, disabled: Iterable[str], tvm_plan: bool = False,
+            enabled: Iterable[str] = ()) -> Measured:
     """One run of all phases. `tvm_plan`: StaticPlanBlockMemory in the place of PlanMemory."""
     config, spec = SHAPES[model], parse_target(target)
     cpu = spec.kind == "cpu"
@@ -53,8 +64,9 @@ def measure(model: str, target: str, disabled: Iterable[str], tvm_plan: bool = F
     limits = BuildLimits(4096)
     formats = formats_of(config, "q8_0", "q4_1") if cpu else formats_of(config, "bf16", "bf16")
     start = time.perf_counter()
-    all_phases = phases(kernel_provider(spec), attention_spec(config, limits, activation, kv), formats,
-                        pipeline_config(spec, limits, frozenset(disabled)), rest_rule(spec))
+    pipeline = replace(pipeline_config(spec, limits, frozenset(disabled)), enabled=frozenset(enabled))
+    all_phases = phases(provider_for(target), attention_spec(config, limits, activation, kv), formats, pipeline,
+                        rest_rule(spec))
     if tvm_plan:
         from tvm import relax
 
@@ -78,28 +90,61 @@ def measure(model: str, target: str, disabled: Iterable[str], tvm_plan: bool = F
                     max(p["live_bytes"] for p in plan.values()), sum(s == "fallback" for s in sources), seconds)
 
 
+def print_left_out(model: str, target: str) -> None:
+    whole = measure(model, target, ())
+    print(f"\n{model}, {target}: {whole}; {whole.decode_bytes / whole.floor:.4f} of the floor\n", flush=True)
+    print("| left out | kernels decode | kernels prefill | MB decode | GFLOP prefill | intermediates MB |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    _print_row("nothing", whole)
+    for name in ORDER:
+        _print_row(name, measure(model, target, (name,)))
+    _print_row("all of them (`-O0`)", measure(model, target, ORDER))
+    for name in ON_REQUEST:
+        _print_row(f"nothing, {name} added", measure(model, target, (), enabled=(name,)))
+
+
+def _print_row(name: str, m: Measured) -> None:
+    print(f"| {name} | {m.decode_kernels} | {m.prefill_kernels} | {m.decode_bytes / 1e6:.1f} | "
+          f"{m.prefill_flops / 1e9:.1f} | {m.arena / 1e6:.2f} |", flush=True)
+
+
+def print_added(models: Iterable[str], target: str) -> None:
+    """One table: each row adds a pass to those above it."""
+    models = list(models)
+    print(f"\n{target}\n\n| pass added | " + " | ".join(f"{m} kernels | MB | of floor | peak MB" for m in models) + " |")
+    print("| --- |" + " --- | --- | --- | --- |" * len(models))
+    for count in range(len(ORDER) + 1):
+        cells = []
+        for model in models:
+            m = measure(model, target, ORDER[count:])
+            cells += [str(m.decode_kernels), f"{m.decode_bytes / 1e6:.1f}", f"{m.decode_bytes / m.floor:.4f}",
+                      f"{m.live / 1e6:.2f}"]
+        print(f"| {ORDER[count - 1] if count else 'none (`-O0`)'} | {' | '.join(cells)} |", flush=True)
+
+
+def print_plans(model: str, target: str) -> None:
+    whole, theirs = measure(model, target, ()), measure(model, target, (), tvm_plan=True)
+    print(f"| {model} | {target} | {theirs.arena / 1e6:.2f} | {whole.arena / 1e6:.2f} | "
+          f"{whole.live / 1e6:.2f} | {whole.arena / whole.live:.3f} | {theirs.arena / whole.arena:.2f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", action="append", choices=list(SHAPES))
     parser.add_argument("--target", action="append")
-    parser.add_argument("--plans", action="store_true", help="only compare memory plans with TVM's")
+    for name, what in (("left-out", "each pass left out in turn"), ("added", "one pass after the other"),
+                       ("plans", "memory plans beside TVM's")):
+        parser.add_argument(f"--{name}", action="store_true", help=what)
     args = parser.parse_args()
     for target in args.target or ["cpu", "cuda:sm_90a"]:
-        for model in args.model or list(SHAPES):
-            whole = measure(model, target, ())
+        models = args.model or list(SHAPES)
+        if args.added:
+            print_added(models, target)
+        for model in models:
+            if args.left_out or not (args.added or args.plans):
+                print_left_out(model, target)
             if args.plans:
-                theirs = measure(model, target, (), tvm_plan=True)
-                print(f"| {model} | {target} | {theirs.arena / 1e6:.2f} | {whole.arena / 1e6:.2f} | "
-                      f"{whole.live / 1e6:.2f} | {whole.arena / whole.live:.3f} | {theirs.arena / whole.arena:.2f} |",
-                      flush=True)
-                continue
-            print(f"\n{model}, {target}: {whole}; {whole.decode_bytes / whole.floor:.4f} of the floor\n", flush=True)
-            print("| left out | kernels decode | kernels prefill | MB decode | GFLOP prefill | intermediates MB |")
-            print("| --- | --- | --- | --- | --- | --- |")
-            for name, out in [("nothing", ()), *((name, (name,)) for name in OPTIONAL), ("all", tuple(OPTIONAL))]:
-                m = measure(model, target, out) if out else whole
-                print(f"| {name} | {m.decode_kernels} | {m.prefill_kernels} | {m.decode_bytes / 1e6:.1f} | "
-                      f"{m.prefill_flops / 1e9:.1f} | {m.arena / 1e6:.2f} |", flush=True)
+                print_plans(model, target)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import pytest
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 import tvm_ffi
+from relaxpack.compile import kernel_provider
+from relaxpack.kernel_spec import KernelProvider
 from relaxpack.lowering import Lowered, lower_model
 from relaxpack.model_info import ModelInfo
 from relaxpack.passes.config import PipelineConfig
@@ -33,6 +35,7 @@ from tvm.runtime.vm import VirtualMachine
 
 LIMITS = BuildLimits(max_context=64, max_batch=2, prefill_chunk=32, page_size=8)
 IDS = np.random.default_rng(4).integers(0, VOCAB_SIZE, 40).tolist()
+PLAIN = PlainKernels()
 TOLERANCE = 2e-5   # float32; only the order of sums differs
 # (left out, on request), drawn from all optional passes.
 SUBSETS = [(frozenset(random.Random(seed).sample(sorted(OPTIONAL), 3 + seed % 4)),
@@ -56,15 +59,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def lowered_without(checkpoint: Checkpoint, disabled: frozenset[str], limits: BuildLimits = LIMITS,
-                    enabled: frozenset[str] = frozenset()) -> Lowered:
+                    enabled: frozenset[str] = frozenset(), provider: KernelProvider = PLAIN) -> Lowered:
     formats = {name: FORMATS["f32"] for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
-    return lower_model(checkpoint.config, limits, parse_target("cpu"), PlainKernels(), formats, "float32", "float32",
+    return lower_model(checkpoint.config, limits, parse_target("cpu"), provider, formats, "float32", "float32",
                        PipelineConfig(disabled, enabled=enabled))
 
 
-def logits(checkpoint: Checkpoint, lowered: Lowered) -> np.ndarray:
+def logits(checkpoint: Checkpoint, lowered: Lowered, provider: KernelProvider = PLAIN) -> np.ndarray:
     """All positions by prefill, then the last ones one by one, then the last row of a prefill alone."""
-    config, maker = checkpoint.config, ParameterMaker(checkpoint, PlainKernels())
+    config, maker = checkpoint.config, ParameterMaker(checkpoint, provider)
     info = ModelInfo("tiny", "llama", config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads,
                      config.head_dim, config.vocab_size, LIMITS.max_context, LIMITS.page_size, "float32", "float32",
                      LIMITS.max_batch, LIMITS.prefill_chunk, None, (2,), False)
@@ -115,6 +118,17 @@ def test_each_pass_on_request(checkpoint: Checkpoint, plain: np.ndarray, name: s
         assert len(folded) == 2 * layers + (not checkpoint.config.tie_embeddings)
         assert any(f"{len(folded)} norm weights folded" in note for note in lowered.explanation["notes"])
     np.testing.assert_allclose(logits(checkpoint, lowered), plain, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_families(tmp_path: Path, family: str) -> None:
+    """Windows, biases of queries alone, norms of heads (which the plain kernels lack): `-O0` against every pass there is.
+    test_models.py compares the default with references."""
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "m", family))
+    provider = kernel_provider(parse_target("cpu")) if family == "qwen3" else PLAIN
+    plain = logits(checkpoint, lowered_without(checkpoint, left_out(0), provider=provider), provider)
+    every = lowered_without(checkpoint, frozenset(), enabled=frozenset(ON_REQUEST), provider=provider)
+    np.testing.assert_allclose(logits(checkpoint, every, provider), plain, rtol=0, atol=TOLERANCE)
 
 
 def test_the_rope_table_is_no_part_of_the_library(checkpoint: Checkpoint, tmp_path: Path) -> None:
