@@ -11,7 +11,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -22,6 +21,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+from tests.helpers.ports import free_port
 
 USER, PASSWORD = "tuner", "p@ss/word"
 _DEADLINE = 120.0
@@ -65,7 +66,7 @@ def server() -> Iterator[str]:
         common: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "LC_ALL": "C", "HOME": folder}, **account}
         subprocess.run([installation / "bin" / "initdb", "-D", data, "-U", USER, "--pwfile", password, "-A", "scram-sha-256",
                         "-E", "UTF8", "--no-sync"], check=True, capture_output=True, **common)
-        port = _free_port()
+        port = free_port()
         log = Path(folder, "log")
         with log.open("wb") as output:
             process = subprocess.Popen([installation / "bin" / "postgres", "-D", data, "-p", str(port), "-h", "127.0.0.1",
@@ -89,13 +90,6 @@ def _reachable(installation: Path, folder: Path, account: dict[str, Any]) -> Pat
             if path.exists():
                 shutil.copytree(path, folder / path.relative_to(package.parent))
         return folder / installation.relative_to(package.parent)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
