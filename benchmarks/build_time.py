@@ -44,8 +44,8 @@ def build(model: str, target: str, shown: int) -> None:
     phases = ", ".join(f"{p['phase']} {p['seconds']:.1f}" for p in lowered.explanation["phases"])
     used = sum(getattr(resource.getrusage(who), kind) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
                for kind in ("ru_utime", "ru_stime"))
-    print(f"{model}, {target}: {end - start:.1f} s, of processors {used:.1f} s (import {imported - start:.1f}, {phases}, linking {end - compiled:.1f}); "
-          f"{size / 1e6:.1f} MB, {len(lowered.explanation['kernels'])} PrimFuncs", flush=True)
+    print(f"{model}, {target}: {end - start:.1f} s, of processors {used:.1f} s (import {imported - start:.1f}, {phases}, "
+          f"linking {end - compiled:.1f}); {size / 1e6:.1f} MB, {len(lowered.explanation['kernels'])} PrimFuncs", flush=True)
     slowest = sorted(lowered.explanation["passes"], key=lambda p: -p["seconds"])[:shown]
     print("    passes: " + ", ".join(f"{p['name']} {p['seconds']:.1f}" for p in slowest), flush=True)
 
