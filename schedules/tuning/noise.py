@@ -5,7 +5,7 @@ Times are compared in pairs: both sides run in turn, round by round, so that a d
 - there are at least MIN_PAIRS rounds in which neither side was interrupted,
 - the median of the ratios candidate / incumbent is below 1 by more than their spread (half the distance between the
   quartiles) and by more than MIN_GAIN, and
-- it was the faster one in three quarters of the rounds.
+- it was the faster one in so many rounds that chance alone would do that less than once in 200 times (LUCK).
 
 Where a machine is too busy for that, a candidate still wins if it is beyond doubt: three quarters of its rounds, disturbed
 or not, take less than half of what the incumbent's fastest one does.
@@ -15,12 +15,14 @@ Otherwise the incumbent stays: a tie is no reason to change code.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIN_GAIN = 0.01
-MIN_PAIRS = 7
+MIN_PAIRS = 8
+LUCK = 0.005
 BEYOND_DOUBT = 0.5
 
 
@@ -44,9 +46,15 @@ def compare(candidate: Sequence[float], incumbent: Sequence[float]) -> Verdict:
         return Verdict(False, ratio, spread, len(ratios), f"not {MIN_GAIN:.0%} faster")
     if ratio >= 1 - spread:
         return Verdict(False, ratio, spread, len(ratios), f"faster by {1 - ratio:.1%}, within the noise of {spread:.1%}")
-    if high >= 1:
-        return Verdict(False, ratio, spread, len(ratios), "slower in more than a quarter of the rounds")
+    faster = sum(one < 1 for one in ratios)
+    if chance(faster, len(ratios)) > LUCK:
+        return Verdict(False, ratio, spread, len(ratios), f"the faster one in only {faster} of {len(ratios)} rounds")
     return Verdict(True, ratio, spread, len(ratios), f"faster by {1 - ratio:.1%}")
+
+
+def chance(faster: int, rounds: int) -> float:
+    """How likely one of two equal kernels is the faster one in at least so many rounds."""
+    return sum(math.comb(rounds, count) for count in range(faster, rounds + 1)) / 2**rounds
 
 
 def compare_rounds(candidate: Sequence[float], candidate_clean: Sequence[bool], incumbent: Sequence[float],
