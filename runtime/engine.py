@@ -6,8 +6,6 @@ Token ids in, token ids out: text, HTTP and threads live in the layers above. An
 
 from __future__ import annotations
 
-import itertools
-import operator
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -17,10 +15,11 @@ from typing import TYPE_CHECKING
 from relaxpack.errors import RequestError
 from relaxpack.runtime.executor import HostExecutor
 from relaxpack.runtime.metrics import EngineMetrics
-from relaxpack.runtime.pooling import EmbeddingParams, Pooler
+from relaxpack.runtime.pooling import EmbeddingParams
 from relaxpack.runtime.request import FinishReason, Request, Sequence, SequenceStatus
+from relaxpack.runtime.request_maker import RequestMaker
 from relaxpack.runtime.run_ahead import AheadExecutor, RunAhead
-from relaxpack.runtime.sampler import Constraint, SamplingState, TokenLogprobs, sequence_key
+from relaxpack.runtime.sampler import Constraint, TokenLogprobs
 from relaxpack.runtime.sampling_params import Grammar, SamplingParams
 from relaxpack.runtime.scheduler import ScheduledStep, Scheduler
 from relaxpack.runtime.step_plan import ModelRunner, StepExecutor, StepResult, StepSampling
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-_NO_SAMPLING = SamplingParams(temperature=0.0)      # of requests that sample nothing
 HIDDEN_NOT_FINITE = ("the model returned hidden states that are not finite; its activations overflowed or its weights are "
                      "damaged (run `relaxpack verify` on the bundle)")
 
@@ -97,10 +95,9 @@ class Engine:
             token_budget=token_budget or runner.prefill_chunk, max_logit_rows=max_logit_rows,
             prefix_caching=prefix_caching, exact=exact)
         self._ahead = RunAhead(self.executor, self.scheduler) if isinstance(self.executor, AheadExecutor) else None
+        self._maker = RequestMaker(runner, self.scheduler.capacity, self.end_token_ids, make_constraint)
         self.metrics = EngineMetrics(pages_total=self.scheduler.pool.total)
-        self._make_constraint = make_constraint
         self._requests: dict[str, Request] = {}
-        self._names = itertools.count()
         self._update_gauges()
 
     @property
@@ -110,16 +107,17 @@ class Engine:
     @property
     def embedding_size(self) -> int:
         """Numbers of an embedding; 0 where the runner computes none."""
-        return int(getattr(self.runner, "embedding_size", 0))
+        return self._maker.embedding_size
 
     @property
     def generates(self) -> bool:
-        return bool(getattr(self.runner, "generates", True))
+        """False for a bundle that computes embeddings only."""
+        return self._maker.generates
 
     @property
     def max_tokens(self) -> int:
         """Most tokens a sequence may have, prompt included."""
-        return min(self.runner.max_context, self.scheduler.capacity)
+        return self._maker.max_tokens
 
     def add(
         self, prompt_ids: Seq[int], params: SamplingParams | None = None, *, request_id: str | None = None,
@@ -133,24 +131,7 @@ class Engine:
         salt: str = "",
     ) -> Request:
         """Check a request and compile its grammar. Changes nothing, so any thread may call it; then `admit` it."""
-        params = params or SamplingParams()
-        if not self.generates:
-            raise RequestError("this bundle computes embeddings only: build it with --embeddings instead of "
-                               "--embeddings-only to generate text too", "model")
-        prompt_ids = _token_ids(prompt_ids)
-        limit = self.check(prompt_ids, params)
-        constraint = self._constraint(params)
-        request = Request(request_id if request_id is not None else f"request-{next(self._names)}", prompt_ids, params,
-                          salt)
-        request.token_limit = limit
-        request.end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_token_ids)
-        for index in range(params.n):
-            token_ids = list(request.prompt_ids)
-            own = constraint if index == 0 or constraint is None else constraint.fork()
-            state = SamplingState(params, sequence_key(params.seed, index), token_ids, len(token_ids),
-                                  request.end_ids, own)
-            request.sequences.append(Sequence(request, index, token_ids, state))
-        return request
+        return self._maker.generation(prompt_ids, params, request_id, salt)
 
     def prepare_embedding(
         self, prompt_ids: Seq[int], params: EmbeddingParams | None = None, *, request_id: str | None = None,
@@ -158,23 +139,7 @@ class Engine:
     ) -> Request:
         """As `prepare`, for the pooled last hidden states of a prompt: `admit` it, and when it is finished its
         `embedding` is there."""
-        params = params or EmbeddingParams()
-        if not self.embedding_size:
-            raise RequestError("this bundle has no function for embeddings: build it with `relaxpack build --embeddings`",
-                               "model")
-        params.check_size(self.embedding_size)
-        prompt_ids = _token_ids(prompt_ids)
-        self._check_prompt(prompt_ids)
-        if len(prompt_ids) > self.max_tokens:
-            raise RequestError(f"the prompt has {len(prompt_ids)} tokens, but {self._what_limits} holds {self.max_tokens}: "
-                               f"shorten it by {len(prompt_ids) - self.max_tokens}", "prompt")
-        request = Request(request_id if request_id is not None else f"request-{next(self._names)}", prompt_ids,
-                          _NO_SAMPLING, salt, Pooler(params, len(prompt_ids)))
-        request.token_limit = len(prompt_ids)
-        token_ids = list(prompt_ids)
-        state = SamplingState(_NO_SAMPLING, 0, token_ids, len(token_ids))
-        request.sequences.append(Sequence(request, 0, token_ids, state))
-        return request
+        return self._maker.embedding(prompt_ids, params, request_id, salt)
 
     def admit(self, request: Request) -> Request:
         """Queue a prepared request."""
@@ -185,43 +150,6 @@ class Engine:
         self.metrics.requests += 1
         self._update_gauges()
         return request
-
-    def check(self, prompt_ids: Seq[int], params: SamplingParams) -> int:
-        """Most tokens a sequence of this request may have; RequestError when that leaves nothing to generate."""
-        limit, length, what = self.max_tokens, len(prompt_ids), self._what_limits
-        self._check_prompt(prompt_ids)
-        params.check_vocabulary(self.runner.vocab_size)
-        if length >= limit:
-            raise RequestError(
-                f"the prompt has {length} tokens, but {what} holds {limit} with at least one output token: shorten "
-                f"the prompt by {length - limit + 1}", "prompt")
-        if params.max_tokens is None:
-            return limit
-        if length + params.max_tokens > limit:
-            raise RequestError(
-                f"the prompt has {length} tokens and max_tokens is {params.max_tokens}, together "
-                f"{length + params.max_tokens}, but {what} holds {limit}: at most {limit - length} can be generated",
-                "max_tokens")
-        return length + params.max_tokens
-
-    def _check_prompt(self, prompt_ids: Seq[int]) -> None:
-        last = self.runner.vocab_size - 1
-        if not prompt_ids:
-            raise RequestError("the prompt is empty: it needs at least one token", "prompt")
-        for token_id in (min(prompt_ids), max(prompt_ids)):
-            if not 0 <= token_id <= last:
-                raise RequestError(f"the prompt holds token id {token_id}, but ids go from 0 to {last}", "prompt")
-
-    @property
-    def _what_limits(self) -> str:
-        return "the context" if self.max_tokens == self.runner.max_context else "the KV cache"
-
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
-        if params.grammar is None:
-            return None
-        if self._make_constraint is None:
-            raise RequestError("structured output is not available: install relaxpack[grammar]", "response_format")
-        return self._make_constraint(params.grammar)
 
     def cancel(self, request: Request | str) -> list[TokenEvent]:
         """Abort a request, between two steps; unknown and finished ones are ignored."""
@@ -387,13 +315,6 @@ class Engine:
                 self.cancel(request)
             raise
         return [output_of(r) for r in requests]
-
-
-def _token_ids(prompt_ids: Seq[int]) -> list[int]:
-    try:
-        return list(map(operator.index, prompt_ids))      # NumPy integers as well
-    except TypeError as error:
-        raise RequestError(f"the prompt must be token ids, whole numbers: {error}", "prompt") from error
 
 
 def output_of(request: Request) -> RequestOutput:
