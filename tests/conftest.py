@@ -3,6 +3,7 @@ of a property."""
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 
@@ -16,6 +17,9 @@ from relaxpack.dist.host import cuda_driver
 hypothesis.settings.register_profile("relaxpack", deadline=None, derandomize=True, database=None,
                                      suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("relaxpack")
+
+# PyTorch, for references: two of its threads that spin for each other on a busy core turn seconds into minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell that starts the tests in the background ignores SIGINT for them, and every process they start inherits that.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
