@@ -29,7 +29,7 @@ class Place:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/") if "://" in url else str(Path(url).absolute())
-        self.shown = re.sub(r"://[^/@]*@", "://***@", self.url)
+        self.shown = _without_password(self.url)
         self.listing_problem = ""            # why nothing could be listed, to be said where nothing is found
         self._fs, self._root = self._guarded("open", self._connect)
 
@@ -129,4 +129,8 @@ class _Missing(DatabaseError):
 
 
 def _said(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return _without_password(" ".join(str(error).split())) or type(error).__name__
+
+
+def _without_password(text: str) -> str:
+    return re.sub(r"://[^/@\s]*@", "://***@", text)

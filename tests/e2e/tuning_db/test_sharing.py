@@ -118,8 +118,9 @@ def test_by_a_web_server(machine_a: Machine, tuned: list[TuningRecord], tmp_path
         assert heard["marked"] == [wrong.id] and heard["new"] == []
         with open_store(machine_a.database) as store:
             assert store.lookup(*wrong.key) == tuned[2]
-        refused = machine_a.run("push", f"{address}/other")
+        refused = machine_a.run("push", f"{address}/other".replace("://", "://user:secret@"))
         assert refused.returncode == 8 and "must take PUT" in refused.stderr and refused.stderr.count("\n") == 1
+        assert "secret" not in refused.stderr and "***@" in refused.stderr
         nothing = machine_a.run("pull", f"{address}/other")
         assert nothing.returncode == 8 and "no bundles of tuning records at" in nothing.stderr
 
