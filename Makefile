@@ -8,7 +8,7 @@ DEMO := build/smollm2.bundle
 COMPILE_SIDE := $(shell find relax_models passes schedules dist relaxpack -name '*.py' -not -path 'relaxpack/cli/*' \
 	-not -path 'relaxpack/runtime/*')
 
-.PHONY: setup chat test lint bench build clean
+.PHONY: setup chat test lint bench gpu build clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)  ## .venv with everything for development
@@ -41,6 +41,17 @@ lint: $(READY)  ## style, types, and which part may import which
 bench: $(DEMO)/manifest.json  ## the demo model against its peers; results in benchmarks/results
 	$(BIN)/python -m pip install --quiet --group bench
 	$(BIN)/python benchmarks/cpu_peers.py --bundle $(DEMO) --out benchmarks/results/cpu_peers-$(shell date +%F).json
+
+# On the machine with the GPU: the tests marked gpu and every measurement, in eight minutes. An offline machine needs no
+# .venv and no compiler where build/gpu was made elsewhere (docs/gpu.md).
+GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+gpu: build/gpu/ready  ## tests marked gpu and benchmarks, on a machine with a GPU
+	$(GPU_PYTHON) benchmarks/gpu/visit.py run build/gpu --minutes 8 --out benchmarks/results/gpu_visit-$(shell date +%F).json
+
+build/gpu/ready:  ## what they need: bundles and kernels; made on any machine with a compiler
+	$(GPU_PYTHON) benchmarks/gpu/visit.py prepare build/gpu
+	@touch $@
 
 build: $(READY)  ## a wheel in build/wheels
 	rm -rf build/lib build/bdist.*
