@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
+from tests.helpers.ports import free_port
 from tests.helpers.waiting import eventually
 from tvm import rpc
 
@@ -58,12 +59,6 @@ def machines(count: int, key: str = "test", threads: int = 1) -> Iterator[Machin
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _start(module: str, threads: int, *arguments: str) -> subprocess.Popen[bytes]:

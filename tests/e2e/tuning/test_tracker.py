@@ -17,7 +17,8 @@ from relaxpack.tuning.remote import RemoteMeasurer
 from relaxpack.tuning.session import Limits, Outcome, TuningSession
 from relaxpack.tuning.tasks import Task
 from relaxpack.tuning.trial_log import TrialLog
-from tests.helpers.rpc_machines import Machines, free_port, machines
+from tests.helpers.ports import free_port
+from tests.helpers.rpc_machines import Machines, machines
 
 TARGET = replace(parse_target("cpu"), threads=1)
 
