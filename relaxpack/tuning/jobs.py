@@ -1,7 +1,7 @@
 """What runs inside a `Worker`: building a candidate, checking it, timing several in turn. Plain values in and out.
 
 A round is one pass over argument sets that exceed the last-level cache. A round in which the kernel took the CPU away
-from us (an involuntary context switch of the calling thread) is marked and does not count.
+from us (an involuntary context switch of any thread) is marked and does not count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from relaxpack.tuning.rounds import Rounds
 from relaxpack.tuning.specs import family_and_spec
 from relaxpack.tuning_record import Workload
 
-ROUND_SECONDS = 0.0015   # a busy machine leaves few longer stretches undisturbed
+ROUND_SECONDS = 0.0005   # a busy machine leaves few longer stretches undisturbed
 ENTRY = "relaxpack_candidate"
 
 
@@ -100,11 +100,11 @@ def _take_turns(calls: Sequence[Callable[..., Any]], sets: Sequence[Sequence[Any
         for call, own, undisturbed in zip(calls, times, clean, strict=True):
             chosen = [sets[(at + i) % len(sets)] for i in range(count)]
             call(*chosen[0])                    # wakes the threads
-            before, start = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw, time.perf_counter()
+            before, start = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.perf_counter()
             for arguments in chosen:
                 call(*arguments)
             took = time.perf_counter() - start
-            undisturbed.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw == before)
+            undisturbed.append(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == before)
             own.append(took / count * 1e6)
             at += count
         complete += all(undisturbed[-1] for undisturbed in clean)

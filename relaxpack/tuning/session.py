@@ -281,6 +281,7 @@ def untuned_choice(task: Task) -> dict[str, Any]:
 
 
 def module_json(module: Any) -> str:
+    import relaxpack.tvm_setup  # noqa: F401
     import tvm
 
     return str(tvm.ir.save_json(module))
