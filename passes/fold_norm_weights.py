@@ -52,19 +52,23 @@ class _Rewriter(FunctionRewriter):
             return None
         weights = []
         for _, user in self.users[self.variable_of(norm)]:
-            permute = self.definition(user.args[1]) if is_op(user, "relax.matmul") else None
-            if not is_op(permute, "relax.permute_dims") or not self.is_parameter(permute.args[0]):
-                return self._stays(norm, "more than matmuls read it")
-            weight = permute.args[0]
-            if len(self.users[weight]) != 1 or len(self.users[self.variable_of(permute)]) != 1:
-                return self._stays(norm, f"{weight.name} has other readers")
-            if not self.fixed.isdisjoint(matrix_tensors(self.recipe_of(weight))):
-                return self._stays(norm, f"{weight.name} is quantised in the checkpoint")
-            weights.append(weight)
+            permute: Any = self.definition(user.args[1]) if is_op(user, "relax.matmul") else None
+            if (why := self._objection(permute)) is not None:
+                self.declined[norm.args[1].name] = why
+                return None
+            weights.append(permute.args[0])
         return weights or None
 
-    def _stays(self, norm: Any, why: str) -> None:
-        self.declined[norm.args[1].name] = why
+    def _objection(self, permute: Any) -> str | None:
+        """Why the weight that this turns, for a matmul, cannot take over a factor."""
+        if not is_op(permute, "relax.permute_dims") or not self.is_parameter(permute.args[0]):
+            return "more than matmuls read it"
+        weight = permute.args[0]
+        if len(self.users[weight]) != 1 or len(self.users[self.variable_of(permute)]) != 1:
+            return f"{weight.name} has other readers"
+        if not self.fixed.isdisjoint(matrix_tensors(self.recipe_of(weight))):
+            return f"{weight.name} is quantised in the checkpoint"
+        return None
 
 
 def FoldNormWeights(fixed: frozenset[str] = frozenset()) -> Any:

@@ -31,7 +31,7 @@ from relaxpack.kernel_spec import KernelProvider
 from relaxpack.lowering import Lowered, lower_model
 from relaxpack.model_info import ModelInfo
 from relaxpack.passes.config import PipelineConfig
-from relaxpack.passes.pipeline import HIGHEST_LEVEL, OPTIONAL, left_out
+from relaxpack.passes.pipeline import HIGHEST_LEVEL, ON_REQUEST, OPTIONAL, left_out
 from relaxpack.passes.specialize_buckets import decode_buckets, prefill_buckets
 from relaxpack.recipe import Pack
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
@@ -40,7 +40,7 @@ from relaxpack.schedules.cuda_compile import check_library
 from relaxpack.target import TargetSpec
 from relaxpack.target_plan import TargetPlan, Targets, plan_targets, target_specs
 from relaxpack.weight_format import WeightFormat
-from relaxpack.weights import ParameterMaker
+from relaxpack.weights import ParameterMaker, fixed_weights
 
 if TYPE_CHECKING:
     from relaxpack.schedules.tuning.tuned import Records, TunedKernels
@@ -56,9 +56,9 @@ _LIBRARY_BYTES = 32 << 20  # room for code and object files, whose sizes are kno
 class BuildOptions:
     """`max_context` None: what the model supports. `activation_dtype` None: float32 on a CPU, bfloat16 on a GPU.
     `kv_dtype` None: on a CPU float32 for `f32` weights, else float16; on a GPU the activation dtype. A dtype that is
-    given holds for the targets that can have it. `level` is what the
-    command line calls -O: which optional passes run (`passes.pipeline.OPTIONAL`), less the disabled ones. `embeddings`:
-    whether the bundle also computes them, or computes nothing else and has no head."""
+    given holds for the targets that can have it. `level` is what the command line calls -O: which optional passes run
+    (`passes.pipeline.OPTIONAL`), less the disabled ones and with those enabled that run on request alone (`ON_REQUEST`).
+    `embeddings`: whether the bundle also computes them, or computes nothing else and has no head."""
 
     weights: str = "as-is"
     activation_dtype: str | None = None
@@ -69,12 +69,14 @@ class BuildOptions:
     kv_dtype: str | None = None
     level: int = HIGHEST_LEVEL
     disabled_passes: frozenset[str] = frozenset()
+    enabled_passes: frozenset[str] = frozenset()
     ignore_config_keys: tuple[str, ...] = ()
     embeddings: str = "none"
     pretokenizer: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "disabled_passes": sorted(self.disabled_passes),
+                "enabled_passes": sorted(self.enabled_passes),
                 "ignore_config_keys": list(self.ignore_config_keys)}
 
 
@@ -214,6 +216,8 @@ def _build_target(writer: BundleWriter, checkpoint: Checkpoint, plan: TargetPlan
     with stage("compile", 6):
         generate, embed = options.embeddings != "only", options.embeddings != "none"
         pipeline = pipeline_config(plan.spec, limits, left_out(options.level, options.disabled_passes), generate)
+        pipeline = dataclasses.replace(pipeline, enabled=options.enabled_passes,
+                                       fixed_weights=fixed_weights(checkpoint, plan.formats))
         lowered = lower_model(checkpoint.config, limits, plan.spec, provider, plan.formats, plan.activation_dtype,
                               plan.kv_dtype, pipeline, dump, shown.advance, generate, embed, records)
     library = writer.scratch / f"{plan.spec.file_stem}.so"
@@ -324,6 +328,9 @@ def _check_options(options: BuildOptions) -> None:
     unknown = options.disabled_passes - set(OPTIONAL)
     if unknown:
         raise UsageError(f"unknown pass {sorted(unknown)[0]!r}: these can be disabled: {', '.join(OPTIONAL)}")
+    if unknown := options.enabled_passes - set(ON_REQUEST):
+        raise UsageError(f"pass {sorted(unknown)[0]!r} is none that runs on request: these can be enabled: "
+                         + ", ".join(ON_REQUEST))
 
 
 def build_limits(checkpoint: Checkpoint, options: BuildOptions) -> BuildLimits:

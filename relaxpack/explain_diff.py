@@ -1,4 +1,6 @@
-"""How two bundles differ in what their steps do: kernels, bytes, FLOPs, passes and memory, from both records."""
+"""How two bundles, or builds of one model with other options, differ in what their steps do: kernels, bytes, FLOPs, passes
+and memory, from the records of both.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 from relaxpack.dist.bundle import Bundle
 from relaxpack.explain import explanation
 from relaxpack.step_costs import GPUS, Machine
+from relaxpack.target import TargetSpec
 
 _CPU = Machine("a CPU", 50e9, 0.4e12, "the same for both sides of a comparison")
 
@@ -30,11 +33,19 @@ def step_differences(left: Bundle, right: Bundle) -> dict[str, Any]:
 
 def _differences(left: Bundle, one: str, right: Bundle, other: str) -> dict[str, Any]:
     """Of one target of each. Times are predicted for one machine, that of the left one."""
-    target = left.target(one).target
-    machine = GPUS[target.arch] if target.kind == "cuda" else _CPU
+    machine = machine_of(left.target(one).target)
     context = min(1024, *(bundle.manifest.model_info.max_context - 1 for bundle in (left, right)))
     a, b = (explanation(bundle, context=context, machine=machine, target=name)
             for bundle, name in ((left, one), (right, other)))
+    return compare(a, b)
+
+
+def machine_of(target: TargetSpec) -> Machine:
+    return GPUS[target.arch] if target.kind == "cuda" else _CPU
+
+
+def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Of two explanations."""
     sides = [_facts(a), _facts(b)]
     facts = {name: [side.get(name) for side in sides] for name in sides[0] if sides[0][name] != sides[1].get(name)}
     calls = [Counter(k["kernel"] for k in what["step"]["kernels"]) for what in (a, b)]
@@ -49,7 +60,10 @@ def _facts(what: dict[str, Any]) -> dict[str, Any]:
         found |= {f"{name}: {field}": what[step][field] for field in ("launches", "bytes", "flops")}
         found[f"{name}: at least, us"] = round(what[step]["seconds"] * 1e6, 1)
     found["passes left out"] = ", ".join(what["disabled"]) or "none"
+    found["passes on request"] = ", ".join(what["enabled"]) or "none"
     found["passes"] = len(what["passes"])
+    if "parameter_bytes" in what:
+        found["parameters: bytes"] = what["parameter_bytes"]
     found["memory: intermediates"] = what["memory"]["arena_bytes"]
     found["memory: lower bound"] = what["memory"]["live_bytes"]
     return found

@@ -18,12 +18,12 @@ def passes(what: dict[str, Any]) -> str:
             _change(before["bindings"].get(f) if before else None, after["bindings"].get(f)) for f in ("decode", "prefill")),
             _change(before["prim_funcs"] if before else None, after["prim_funcs"]),
             Html(f"<span class=why>{text(NOTES.get(after['name'], ''))}</span>")))
-    out = ", ".join(what["disabled"])
+    out, more = ", ".join(what["disabled"]), ", ".join(what["enabled"])
     notes = "".join(f"<p>{text(note)}</p>" for note in what.get("notes", ()))
     diffs = "".join(_diffs(one) for one in what["passes"] if one.get("ir"))
     return ("<h2>What each pass changed</h2><p>Bindings of the two step functions and PrimFuncs of the module, after "
             f"{len(what['passes'])} passes; those that changed nothing are not shown."
-            + (f" Left out: {text(out)}." if out else "") + f"</p>{notes}"
+            + (f" Left out: {text(out)}." if out else "") + (f" On request: {text(more)}." if more else "") + f"</p>{notes}"
             + table(["phase", "pass", "decode", "prefill", "PrimFuncs", "what it does"], rows, (2, 3, 4))
             + (f"<h3 class=soft>The IR, pass by pass</h3><p>{text(HOW_TO_READ)}</p>{diffs}" if diffs else ""))
 

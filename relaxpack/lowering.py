@@ -82,9 +82,10 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
                 formats: Mapping[str, WeightFormat], activation_dtype: str, kv_dtype: str,
                 pipeline: PipelineConfig, dump: Path | None = None,
                 progress: Callable[[str], None] = lambda stage: None, generate: bool = True,
-                embed: bool = False, records: DatabaseLookup | None = None) -> Lowered:
+                embed: bool = False, records: DatabaseLookup | None = None, code: bool = True) -> Lowered:
     """Export, run the passes, generate code. `dump`: folder for the IR after each phase. `generate`, `embed`: which
-    functions, see `export_model`. `records`: what the provider was given, for functions without a kernel and the report."""
+    functions, see `export_model`. `records`: what the provider was given, for functions without a kernel and the report.
+    `code` False: passes alone, and no executable."""
     mod = export_model(config, limits, activation_dtype, kv_dtype, target.kind == "cuda", generate, embed)
     attention = attention_spec(config, limits, activation_dtype, kv_dtype)
     report: list[dict[str, Any]] = []
@@ -122,7 +123,7 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
         raise CompileError(reproducer.crash_report(failure, inputs, dump)) from failure
     progress("code")
     start = time.perf_counter()
-    executable = _generate_code(final, target)
+    executable = _generate_code(final, target) if code else None
     report.append({"phase": "code", "seconds": round(time.perf_counter() - start, 3)})
     bounds: dict[str, int] = {}
     for _, func in exported_functions(mod):

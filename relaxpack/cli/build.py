@@ -39,6 +39,8 @@ import click
 @click.option("-O", "level", type=click.IntRange(0, 3), default=3, show_default=True,
               help="Which optional passes run: 0 none, 1 folding and memory, 2 fusion, 3 all.")
 @click.option("--disable", "disabled", multiple=True, metavar="PASS", help="Leave an optional pass out. Repeatable.")
+@click.option("--enable", "enabled", multiple=True, metavar="PASS",
+              help="Run a pass that runs on request alone: FoldNormWeights, FuseResidual. Repeatable.")
 @click.option("--ignore-config-key", "ignored", multiple=True, metavar="KEY",
               help="Accept an unknown config key unread. Repeatable.")
 @click.option("--embeddings", "embeddings", flag_value="also",
@@ -53,8 +55,8 @@ import click
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON on stdout.")
 def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None, force: bool, as_json: bool, timing: bool,
-          disabled: tuple[str, ...], ignored: tuple[str, ...], embeddings: str | None, databases: tuple[str, ...],
-          **options: Any) -> None:
+          disabled: tuple[str, ...], enabled: tuple[str, ...], ignored: tuple[str, ...], embeddings: str | None,
+          databases: tuple[str, ...], **options: Any) -> None:
     """Build a bundle of MODEL: a Hugging Face folder, a .gguf file, or the name smollm2.
 
     \b
@@ -66,7 +68,7 @@ def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None,
     from relaxpack.cli.progress import StageBars
     from relaxpack.compile import BuildOptions, build_bundle
 
-    chosen = BuildOptions(disabled_passes=frozenset(disabled), ignore_config_keys=ignored,
+    chosen = BuildOptions(disabled_passes=frozenset(disabled), enabled_passes=frozenset(enabled), ignore_config_keys=ignored,
                           embeddings=embeddings or "none", **options)
     with _interruptible() as check, StageBars(check) as bars:
         report = build_bundle(model, output, targets, chosen, force=force, dump=dump, progress=bars,

@@ -1,6 +1,10 @@
-"""`relaxpack diff`: how two bundles differ."""
+"""`relaxpack diff`: how two bundles differ, or two builds of one model."""
 
 from __future__ import annotations
+
+import dataclasses
+import shlex
+from typing import Any
 
 import click
 
@@ -8,18 +12,75 @@ from relaxpack.cli.options import json_option
 from relaxpack.cli.show import console, human_bytes, print_json, table
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.diff import diff as compare
+from relaxpack.errors import UsageError
 from relaxpack.explain_diff import step_differences
 
 _MOST = 40   # fields shown; --json has all
 
 
-@click.command(short_help="Compare two bundles.")
+@click.command(short_help="Compare two bundles, or one model built with two sets of options.")
 @click.argument("left", metavar="BUNDLE")
-@click.argument("right", metavar="OTHER")
+@click.argument("right", metavar="OTHER", required=False)
+@click.option("--left", "left_options", metavar="OPTIONS", help="Options of build for the left side of a model.")
+@click.option("--right", "right_options", metavar="OPTIONS", help="And for the right side; none are the defaults.")
+@click.option("--target", default="cpu", show_default=True, help="What both sides of a model are built for.")
 @json_option
-def diff(left: str, right: str, as_json: bool) -> int:
+def diff(left: str, right: str | None, left_options: str | None, right_options: str | None, target: str,
+         as_json: bool) -> int:
     """Show which facts, kernels and members differ between BUNDLE and OTHER. Exits with 0 where they are equal and
-    with 1 where they are not."""
+    with 1 where they are not.
+
+    With --left or --right, BUNDLE is a model as build takes it, which goes through the passes with either set of options;
+    no code is generated and no weight is read.
+
+    \b
+    relaxpack diff old.bundle new.bundle
+    relaxpack diff smollm2 --left "-O0" --right "--weights q8"
+    """
+    if left_options is None and right_options is None:
+        if right is None:
+            raise UsageError("nothing to compare with: give another bundle, or --left and --right with options of build")
+        return _diff_bundles(left, right, as_json)
+    if right is not None:
+        raise UsageError(f"{right!r} beside --left and --right: they compare two builds of one model")
+    return _diff_options(left, left_options or "", right_options or "", target, as_json)
+
+
+def _diff_options(model: str, left: str, right: str, target: str, as_json: bool) -> int:
+    from relaxpack.option_diff import option_differences
+
+    found = option_differences(model, _build_options(left), _build_options(right), target)
+    if as_json:
+        print_json(found)
+    elif not any(found.values()):
+        click.echo("equal")
+    else:
+        out = console()
+        names = (left or "defaults", right or "defaults")
+        out.print(table("Options", ("", *names), [(n, *map(_text, values)) for n, values in found["options"].items()]))
+        out.print()
+        _print_step(found, *names)
+    return int(any(found.values()))
+
+
+def _build_options(text: str) -> Any:
+    """What `relaxpack build` would make of these options. Raises UsageError as it does."""
+    from relaxpack.cli.build import build
+    from relaxpack.compile import BuildOptions
+
+    try:
+        given = build.make_context("build", ["MODEL", "-o", "OUTPUT", *shlex.split(text)]).params
+    except ValueError as error:
+        raise UsageError(f"options {text!r}: {error}") from None
+    except click.UsageError as error:
+        raise UsageError(f"options {text!r}: {error.format_message()}") from None
+    same = {field.name for field in dataclasses.fields(BuildOptions)} & set(given)
+    return BuildOptions(**{name: given[name] for name in same - {"embeddings"}}, embeddings=given["embeddings"] or "none",
+                        disabled_passes=frozenset(given["disabled"]), enabled_passes=frozenset(given["enabled"]),
+                        ignore_config_keys=given["ignored"])
+
+
+def _diff_bundles(left: str, right: str, as_json: bool) -> int:
     with Bundle.open(left) as a, Bundle.open(right) as b:
         found = compare(a, b)
         found |= {"step": step_differences(a, b)} if not found["equal"] else {}
@@ -35,20 +96,24 @@ def diff(left: str, right: str, as_json: bool) -> int:
             title = "Facts" + (f" (the first {_MOST} of {len(rows)}; --json has all)" if hidden > 0 else "")
             out.print(table(title, ("", left, right), rows[:_MOST]))
             out.print()
-        step = found["step"]
-        if step["facts"]:
-            out.print(table("One step (context 1024 or what both allow)", ("", left, right), [
-                (name, *map(_text, values)) for name, values in step["facts"].items()]))
-            out.print()
-        if step["kernels"]:
-            out.print(table("Kernels of a decode step that differ, by calls", ("", left, right), [
-                (name, *map(str, calls)) for name, calls in step["kernels"].items()]))
-            out.print()
+        _print_step(found["step"], left, right)
         members = [(name, *("absent" if size is None else human_bytes(size) for size in sizes))
                    for name, sizes in found["members"].items()]
         if members:
             out.print(table("Members that differ", ("", left, right), members))
     return 0 if found["equal"] else 1
+
+
+def _print_step(step: dict[str, Any], left: str, right: str) -> None:
+    out = console()
+    if step["facts"]:
+        out.print(table("One step (context 1024 or what both allow)", ("", left, right), [
+            (name, *map(_text, values)) for name, values in step["facts"].items()]))
+        out.print()
+    if step["kernels"]:
+        out.print(table("Kernels of a decode step that differ, by calls", ("", left, right), [
+            (name, *map(str, calls)) for name, calls in step["kernels"].items()]))
+        out.print()
 
 
 def _text(value: object) -> str:

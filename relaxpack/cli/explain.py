@@ -94,6 +94,8 @@ def _print(what: dict[str, Any]) -> None:
         for p in changes(what["passes"])]))
     if what["disabled"]:
         out.print("Left out: " + ", ".join(what["disabled"]))
+    if what["enabled"]:
+        out.print("On request: " + ", ".join(what["enabled"]))
     if any(p.get("ir") for p in what["passes"]):
         out.print("The IR: --pass NAME prints what one pass changed, --html FILE shows it for all.")
     out.print()

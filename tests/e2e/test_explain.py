@@ -176,3 +176,28 @@ def test_a_record_without_steps_is_shown_too(document: dict[str, Any]) -> None:
     for plan in old["memory_plan"].values():
         del plan["live_bytes"], plan["captured"], plan["result_bytes"]
     assert "Memory plan" in page(old)
+
+
+def test_diff_of_two_sets_of_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.helpers.tiny_checkpoints import write_checkpoint
+
+    model = str(write_checkpoint(tmp_path / "checkpoint"))
+    assert run(["diff", model, "--left", "-O0 --max-context 128", "--right", "--max-context 128", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["options"] == {"level": [0, 3]}
+    assert found["facts"]["decode step: launches"][1] == 19
+    assert any("swiglu" in name and calls == [0, 2] for name, calls in found["kernels"].items())
+    assert run(["diff", model, "--left", "--max-context 128 -O3", "--right", "--max-context 128"]) == 0
+    assert capsys.readouterr().out == "equal\n"
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["x"], "nothing to compare with"),
+    (["x", "y", "--left", "-O0"], "'y' beside --left and --right"),
+    (["x", "--left", "--no-such-option"], "options '--no-such-option': No such option"),
+    (["x", "--left", "--weights 'q4"], "No closing quotation"),
+    (["x", "--right", "-O9"], "options '-O9'"),
+])
+def test_diff_says_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diff", *arguments]) == 2
+    assert message in capsys.readouterr().err

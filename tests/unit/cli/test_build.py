@@ -25,6 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (["--max-batch", "0"], "--max-batch"), (["--max-batch", str(10**18)], "at most 8388607 sequences"),
     (["--page-size", str(10**18)], "page size"), (["--kv-dtype", "bfloat16"], "float16 or float32"),
     (["--dtype", "float16"], "float32"), (["--disable", "x"], "unknown pass 'x'"),
+    (["--enable", "FuseOps"], "these can be enabled: FoldNormWeights, FuseResidual"),
     (["--pretokenizer", "smollm"], "tokenizer.json"), (["--dump", "/proc/x"], "choose another --dump folder"),
     (["--target", "x"], "expected cpu")])
 def test_options_that_make_no_sense_are_one_line(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
