@@ -14,6 +14,7 @@ from relaxpack.schedules.cuda_compile import compile_module, device_modules
 from relaxpack.target import parse_target
 from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
 from tests.helpers import cuda_emulator
+from tests.helpers.cuda_harness import generate_source
 
 NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 # Largest relative error ‖out - reference‖ / ‖reference‖ by the dtype of the output.
@@ -38,6 +39,21 @@ def _lop3(out: list[str], inp: list[str], mnemonic: str) -> str:
 
 cuda_emulator.RULES.insert(0, (r"ld\.shared\.v4\.b32", lambda o, i, m: "".join(
     f"memcpy(&{v}, (char*)emu::smem + {i[0]} + {4 * k}, 4);" for k, v in enumerate(o))))
+def _prmt(out: list[str], inp: list[str], mnemonic: str) -> str:
+    return (f"{{ uint64_t both = (uint64_t)({inp[1]}) << 32 | (uint32_t)({inp[0]}); uint32_t select = {inp[2]}, r = 0; "
+            "for (int b = 0; b < 4; ++b) r |= (uint32_t)(both >> (select >> 4 * b & 7) * 8 & 255) << 8 * b; "
+            f"{out[0]} = r; }}")
+
+
+def _from_e4m3(out: list[str], inp: list[str], mnemonic: str) -> str:
+    """From the definition of the format, not by the trick of the kernels."""
+    return (f"{{ uint32_t r = 0; for (int h = 0; h < 2; ++h) {{ int c = (uint32_t)({inp[0]}) >> 8 * h & 255; "
+            "int e = c >> 3 & 15; float v = e ? ldexpf(1 + (c & 7) / 8.0f, e - 7) : ldexpf((c & 7) / 8.0f, -6); "
+            f"r |= (uint32_t)half(c & 128 ? -v : v).bits << 16 * h; }} {out[0]} = r; }}")
+
+
+cuda_emulator.RULES.insert(0, (r"prmt\.b32", _prmt))
+cuda_emulator.RULES.insert(0, (r"cvt\.rn\.f16x2\.e4m3x2", _from_e4m3))
 cuda_emulator.RULES.insert(0, (r"lop3\.b32", _lop3))
 cuda_emulator.RULES.insert(0, (r"fma\.rn\.(bf16|f16)x2", _packed_fma))
 cuda_emulator.RULES.insert(0, (r"griddepcontrol\.\w+", lambda o, i, m: ""))   # one kernel at a time: nothing to wait for
@@ -80,10 +96,15 @@ def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.full(shape, np.nan, NUMPY[dtype])
 
 
-def emulate(func: Any, grid: tuple[int, ...], threads: int, arch: str = "sm_90a", **arguments: Any) -> None:
-    """Compile one PrimFunc, run it on the emulator. Outputs are written in place."""
-    executable = compile_module(tvm.IRModule({"main": func}), parse_target(f"cuda:{arch}"))
-    source = device_modules(executable)[0].inspect_source()
+def emulate(func: Any, grid: tuple[int, ...], threads: int, arch: str = "sm_90a", machine_code: bool = True,
+            **arguments: Any) -> None:
+    """Compile one PrimFunc, run it on the emulator. Outputs are written in place. Without `machine_code` nvcc does not see
+    the source, which saves most of the time."""
+    if machine_code:
+        executable = compile_module(tvm.IRModule({"main": func}), parse_target(f"cuda:{arch}"))
+        source = device_modules(executable)[0].inspect_source()
+    else:
+        source = generate_source({"main": func}, arch)
     module = cuda_emulator.EmulatedModule(source)
     (kernel,) = module.parameters
     views = {name: value.view(np.uint16) if isinstance(value, np.ndarray) and value.dtype.itemsize == 2 else value

@@ -25,17 +25,21 @@ class Codes:
     packed row. Registers of a piece (16 rows x 64 values): `words` of codes, `scale_words` of scales per lane."""
 
     def __init__(self, weight: WeightFormat, dtype: str, chunks: int) -> None:
-        assert weight.group_size in (16, 32) and weight.bits in (4, 8)
         self.weight, self.dtype, self.chunks = weight, dtype, chunks
+        self.words, self.one = weight.bits, ONE[dtype]
+        self._arrange()
+        self.load = self._load()
+        self.decode = self._decode()
+
+    def _arrange(self) -> None:
+        """Groups and scales of a piece."""
+        weight = self.weight
+        assert weight.group_size in (16, 32) and weight.bits in (4, 8)
         self.wide = weight.group_size == 32                 # one group per half chunk, else two
         self.steps, self.groups = (2, 1) if self.wide else (1, 2)   # steps of 16 per group, groups per half chunk
         self.stored, self.f32 = weight.minimum == "stored", weight.scale_dtype == "float32"
         self.scales = 4 if self.wide else 8                 # rows g, g + 8 x groups of a chunk
-        self.words = weight.bits
         self.scale_words = self.scales if self.f32 else self.scales // 2
-        self.one = ONE[dtype]
-        self.load = self._load()
-        self.decode = self._decode()
 
     def scale(self, registers, base, h, group):
         """Scale of row g + 8h in `group` of the chunk, as float32; its registers start at `base`."""

@@ -110,6 +110,8 @@ def optional(present: bool, name: str, handle, shape, dtype: str):
 def fragment_sizes(weight, N: int, K: int) -> tuple[int, int]:
     """32-bit words of codes and number of groups of a packed weight; rows are padded to 16, K to 64."""
     values = -(-N // 16) * 16 * (-(-K // 64)) * 64
+    if weight.e4m3:
+        return values // 4, -(-N // 16) * 16 * weight.groups(K)
     return values * weight.bits // 32, values // weight.group_size
 
 

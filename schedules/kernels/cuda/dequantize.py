@@ -1,11 +1,12 @@
-"""From packed 4-bit and 8-bit weights back to plain numbers: `eight_values` for one lane's share of a row, and the kernel
-that unpacks a whole weight for the many-row matmul. The layout is explained in packing.py."""
+"""From packed 4-bit, 8-bit and fp8 weights back to plain numbers: `eight_values` for one lane's share of a row, and the
+kernel that unpacks a whole weight for the many-row matmul. The layout is explained in packing.py."""
 
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
+from relaxpack.schedules.kernels.cuda.codes_fp8 import scale_place
 from relaxpack.schedules.kernels.cuda.common import finish, fragment_sizes, optional, with_handles
-from relaxpack.schedules.kernels.cuda.fragments import pack
+from relaxpack.schedules.kernels.cuda.fragments import low, pack
 from relaxpack.weight_format import WeightFormat
 from tvm.script import tirx as T
 
@@ -22,6 +23,8 @@ def code_address(weight: WeightFormat, chunks: int, strip, chunk, half, lane, ro
 
 def scale_index(weight: WeightFormat, chunks: int, strip, chunk, half, g, row, second: int):
     """Index of the scale of a row's half chunk; `second` picks the second group of 16."""
+    if weight.e4m3:
+        return scale_place(weight, chunks, strip, chunk, g, row)
     groups = 64 // weight.group_size
     within = half if weight.group_size == 32 else half * 2 + second
     return (((strip * chunks + chunk) * 8 + g) * 2 + row) * groups + within
@@ -34,7 +37,10 @@ def value(weight: WeightFormat, codes, first, e, scale, minimum):
         number = T.Cast("float32", T.Cast("int32", code) - (8 if weight.minimum == "-8*scale" else 0))
     else:
         byte = (codes[first + e // 4] >> T.Cast("uint32", e % 4 // 2 * 8 + e % 2 * 16)) & T.uint32(255)
-        if weight.signed:
+        if weight.e4m3:     # float16 has the same fields; not float32, whose subnormals count as zero in CUDA's fast math
+            bits = ((byte & T.uint32(0x80)) << T.uint32(8)) | ((byte & T.uint32(0x7F)) << T.uint32(7))
+            number = low("float16", bits) * T.float32(256)
+        elif weight.signed:
             number = T.Cast("float32", T.Cast("int32", byte ^ T.uint32(128)) - 128)
         else:
             number = T.Cast("float32", T.Cast("int32", byte))
@@ -51,7 +57,7 @@ def eight_values(weight: WeightFormat, chunks: int, dtype: str):
         q = T.meta_var(lane % 4)
         g = T.meta_var(lane // 4)
         k = T.meta_var(chunk * 64 + half * 32)
-        if weight.group_size == 32:
+        if weight.group_size != 16:
             at = T.meta_var(scale_index(weight, chunks, strip, chunk, half, g, row, 0))
             pair[0] = T.Cast("float32", scales[at])
             if weight.minimum == "stored":

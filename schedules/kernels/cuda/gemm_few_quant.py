@@ -1,6 +1,6 @@
-"""Matmul y[t, N] = x[t, K] W[N, K]^T for 4-bit and 8-bit weights and 9 to 64 rows, on mma.m16n8k16 (sm_80 and newer). As in
-gemm_rows_quant.py codes go straight into registers and scales are applied to float32 sums; but here the warps of a block
-own different weight rows and share x, which cp.async brings to shared memory, so x is read once per block.
+"""Matmul y[t, N] = x[t, K] W[N, K]^T for 4-bit, 8-bit and fp8 weights and 9 to 64 rows, on mma.m16n8k16 (sm_80 and newer).
+As in gemm_rows_quant.py codes go straight into registers and scales are applied to float32 sums; but here the warps of a
+block own different weight rows and share x, which cp.async brings to shared memory, so x is read once per block.
 
 A lane reads the 16 bytes of x that belong to its 8 codes. The chunks of a shared row are permuted by the row number, and
 column 2i + b of an 8-column tile is row i + 4b of x, so that the two rows a quarter warp reads lie in different banks.
@@ -10,7 +10,7 @@ On Hopper the `split` blocks of a cluster cut K and add their sums through distr
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.codes import Codes
+from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
 from relaxpack.schedules.kernels.cuda.common import finish, mma_name, quant_entry, silu
 from relaxpack.schedules.kernels.cuda.fragments import COMMIT, COPY16, WAIT
 from relaxpack.weight_format import WeightFormat
@@ -21,12 +21,12 @@ STAGES = 4                      # chunks of x in shared memory
 
 def gemm_few_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str, *, columns: int = 16, strips: int = 1,
                    warps: int = 8, split: int = 1, bias: bool = False, residual: bool = False, swiglu: bool = False,
-                   dependent_launch: bool = False, name: str = "gemm_few_quant"):
+                   dependent_launch: bool = False, convert: bool = False, name: str = "gemm_few_quant"):
     """Buffers as in gemm_rows_quant. columns: rows of x per block; strips: blocks of 16 weight rows per warp; split: blocks
-    of a cluster along K (more than 1 on Hopper only). Groups of 32."""
-    assert weight.group_size == 32 and K % 8 == 0 and columns % 8 == 0 and 1 <= split <= 8
+    of a cluster along K (more than 1 on Hopper only). Groups of 32, or fp8."""
+    assert weight.group_size != 16 and K % 8 == 0 and columns % 8 == 0 and 1 <= split <= 8
     STRIPS, KC = -(-N // 16), -(-K // 64)
-    F = Codes(weight, dtype, KC)
+    F = codes_of(weight, dtype, KC, convert)
     NT, W, S = columns // 8, warps, split
     BM = 16 * strips * W
     MMA = mma_name(dtype)

@@ -1,6 +1,6 @@
-"""Few-row matmul y[t, N] = x[t, K] W[N, K]^T for 4-bit and 8-bit weights on mma.m16n8k16 (sm_80 and newer). Codes are read
-once, turned into exact small integers in registers and multiplied there; scales and minimums are applied to the float32
-sums of each group, so nothing is rounded that the format does not round.
+"""Few-row matmul y[t, N] = x[t, K] W[N, K]^T for 4-bit, 8-bit and fp8 weights on mma.m16n8k16 (sm_80 and newer). Codes are
+read once, turned into exact small integers (fp8: the numbers themselves) in registers and multiplied there; scales and
+minimums are applied to the float32 sums of each group, so nothing is rounded that the format does not round.
 
 The weight comes in fragments (see packing.py): for each 16 rows x 64 values of K, lane 4g+q holds the codes of rows g and
 g+8 at those K that it also loads of x, 16 bytes per lane for 4-bit codes.
@@ -9,7 +9,7 @@ g+8 at those K that it also loads of x, 16 bytes per lane for 4-bit codes.
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.codes import Codes
+from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
 from relaxpack.schedules.kernels.cuda.common import finish, mma_name, quant_entry, silu
 from relaxpack.weight_format import WeightFormat
 from tvm.script import tirx as T
@@ -19,14 +19,14 @@ LOAD_X4, LOAD_X2 = "ld.global.v4.b32", "ld.global.v2.b32"
 
 def gemm_rows_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str, *, columns: int = 8,
                     strips: int = 1, warps: int = 8, unroll: int = 2, ahead: bool = False, bias: bool = False,
-                    residual: bool = False, swiglu: bool = False, dependent_launch: bool = False,
+                    residual: bool = False, swiglu: bool = False, dependent_launch: bool = False, convert: bool = False,
                     name: str = "gemm_rows_quant"):
     """Buffers: x `[t, K]`, weight codes, scales, [minimums] as packing.py lays them out, [bias], [residual] → y. Arguments
-    as in gemm_rows; ahead: load the next round before this one is multiplied, for twice the registers. N and K of the
-    packed weight are rounded up to 16 and 64 with zeros."""
+    as in gemm_rows; ahead: load the next round before this one is multiplied, for twice the registers; convert: the GPU
+    has an instruction from fp8. N and K of the packed weight are rounded up to 16 and 64 with zeros."""
     assert K % 8 == 0 and columns % 8 == 0
     STRIPS, KC = -(-N // 16), -(-K // 64)           # strips of 16 rows, chunks of 64
-    F = Codes(weight, dtype, KC)
+    F = codes_of(weight, dtype, KC, convert)
     NT, W, U = columns // 8, warps, unroll
     BM = 16 * strips
     rounds = -(-KC // (W * U))

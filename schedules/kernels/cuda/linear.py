@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from relaxpack.kernel_spec import Kernel, LinearSpec, Stage
+from relaxpack.schedules.kernels.cuda.codes_fp8 import can_convert
 from relaxpack.schedules.kernels.cuda.common import by_rows, linear_func
 from relaxpack.schedules.kernels.cuda.dequantize import dequantize
 from relaxpack.schedules.kernels.cuda.gemm_few import few_body
@@ -43,7 +44,7 @@ def linear(spec: LinearSpec, arch: str) -> Kernel:
     """Stages for one matmul on `arch`. Without Hopper's instructions mma kernels serve every row count."""
     hopper = arch == "sm_90a"
     if spec.weight.quantized:
-        return _quantized(spec, hopper)
+        return _quantized(spec, hopper, spec.weight.e4m3 and can_convert(arch))
     plan = hopper_plan if hopper and _fits_tma(spec) else generic_plan
     if spec.max_rows is not None:
         return _one(spec, plan(spec.out_features, spec.in_features, spec.max_rows, spec.swiglu), hopper)
@@ -133,7 +134,7 @@ def _kernel(spec: LinearSpec, family: str, body: Any, **launch: Any) -> Kernel:
 def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict[str, Any]]:
     """Kernel and options for up to UNPACK_ROWS rows of x and a packed weight."""
     n, k, weight = spec.out_features, spec.in_features, spec.weight
-    if rows <= 8 or weight.group_size != 32:
+    if rows <= 8 or weight.group_size == 16:
         columns, heavy = 8 if rows <= 8 else 16, weight.minimum == "stored" and weight.scale_dtype == "float32"
         if k < 2048:
             return "gemm_rows_quant", {"columns": columns, "warps": 4, "unroll": 2}
@@ -146,7 +147,7 @@ def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict
     return "gemm_few_quant", {"columns": -(-rows // 8) * 8, "strips": strips, "warps": 8, "split": split}
 
 
-def _quantized(spec: LinearSpec, hopper: bool) -> Kernel:
+def _quantized(spec: LinearSpec, hopper: bool, convert: bool) -> Kernel:
     rows = spec.max_rows if spec.max_rows is not None else (32 if spec.phase == "decode" else EVERY)
     if rows > UNPACK_ROWS:
         return _unpacked(spec, rows, hopper)
@@ -156,7 +157,7 @@ def _quantized(spec: LinearSpec, hopper: bool) -> Kernel:
     make = gemm_few_quant if family == "gemm_few_quant" else gemm_rows_quant
     func = make(spec.out_features, spec.in_features, spec.weight, spec.activation_dtype, spec.out_dtype, bias=spec.bias,
                 residual=spec.residual, swiglu=spec.swiglu, name=name,
-                dependent_launch=hopper and spec.max_rows is not None, **options)
+                dependent_launch=hopper and spec.max_rows is not None, convert=convert, **options)
     return Kernel((Stage(func, name, ("x", *_buffers(spec), *_extras(spec)), ("y",)),), f"rule:cuda.{family}")
 
 

@@ -9,6 +9,9 @@ thread of every kernel holds both. Quantised weights become tensor-core fragment
     codes, 4 bits  u32[N/16, K/64, lane 32, half 2, row 2]           value 2p at bits 4p, 2p+1 at bits 16+4p
     codes, 8 bits  u32[N/16, K/64, half 2, lane 32, row 2, word 2]   values 0, 2, 1, 3 in bytes 0 .. 3
     scales, minimums  [N/16, K/64, g 8, row 2, group]                of the format's scale dtype
+
+fp8 weights are 8-bit codes in the first order; their scales are f32[N/16, G, g 8, row 2] with G = 1 for fp8 and K/128
+(rounded up) for fp8_block.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ def weight_layout(weight: WeightFormat, out_features: int, in_features: int, swi
         if weight.name == "f32":
             raise CompileError("CUDA kernels have no float32 weights: build with weights in bf16 or f16")
         return WeightLayout(f"cuda.rows_{weight.name}{suffix}", (("", (n, k), weight.dtype),))
-    if weight.group_size not in (16, 32) or k % weight.group_size:
+    strips, chunks = -(-n // 16), -(-k // 64)
+    if not weight.e4m3 and (weight.group_size not in (16, 32) or k % weight.group_size):
         raise CompileError(f"weight format {weight.name}: in_features {k} is not a multiple of its group size "
                            f"{weight.group_size}" if weight.group_size in (16, 32) else
                            f"weight format {weight.name}: group size {weight.group_size} has no CUDA kernel")
-    strips, chunks = -(-n // 16), -(-k // 64)
     words = strips * chunks * 1024 * weight.bits // 32
-    groups = strips * chunks * 1024 // weight.group_size
+    groups = strips * 16 * weight.groups(k) if weight.e4m3 else strips * chunks * 1024 // weight.group_size
     buffers: list[tuple[str, tuple[int, ...], str]] = [("codes", (words,), "uint32"),
                                                        ("scales", (groups,), weight.scale_dtype)]
     if weight.minimum == "stored":
@@ -85,7 +88,7 @@ def pack_codes(weight: WeightFormat, codes: np.ndarray) -> np.ndarray:
     """Codes `[N, K]` → uint32 words in fragment order."""
     pieces = _pieces(codes.view(np.uint8), 64)                       # [strip, chunk, row, g, 64]
     strips, chunks = pieces.shape[:2]
-    if weight.group_size == 32:
+    if weight.group_size != 16:
         lanes = pieces.reshape(strips, chunks, 2, 8, 2, 4, 8)        # ..., half, q, value
     else:
         lanes = pieces.reshape(strips, chunks, 2, 8, 2, 2, 4, 4).transpose(0, 1, 2, 3, 4, 6, 5, 7)
@@ -103,7 +106,7 @@ def pack_codes(weight: WeightFormat, codes: np.ndarray) -> np.ndarray:
 
 def _pack_groups(weight: WeightFormat, values: np.ndarray) -> np.ndarray:
     """Scales or minimums `[N, K / group]` → fragment order."""
-    pieces = _pieces(values, 64 // weight.group_size)                # [strip, chunk, row, g, group]
+    pieces = _pieces(values, 1 if weight.e4m3 else 64 // weight.group_size)   # [strip, chunk, row, g, group]
     return np.ascontiguousarray(pieces.transpose(0, 1, 3, 2, 4)).reshape(-1)
 
 
