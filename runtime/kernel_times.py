@@ -37,7 +37,7 @@ class _Stopwatch:
                 self.times.append((name, time.perf_counter() - self._start))
 
 
-class _Alone:
+class TimedAlone:
     """Seconds of each kernel run by itself on the arguments of its first call; later calls of it count the same."""
 
     def __init__(self, names: set[str], library: Library, flush_bytes: int) -> None:
@@ -64,7 +64,7 @@ def decode_kernel_times(path: Path, names: set[str], context: int, steps: int = 
     if alone is None:
         alone = kind != "cpu"
     if alone:
-        each = _Alone(names, runner.library, flush_bytes)
+        each = TimedAlone(names, runner.library, flush_bytes)
         runner.library.instrument(each)
         runner.forward(step)
         return each.times

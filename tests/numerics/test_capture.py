@@ -14,6 +14,7 @@ import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.runtime import step_inputs
+from relaxpack.runtime.kernel_times import TimedAlone
 from relaxpack.runtime.step_plan import SequenceStep
 from relaxpack.runtime.vm import Library
 from tests.helpers import graph_stand_ins
@@ -146,3 +147,20 @@ def test_a_token_from_the_device_equals_one_from_the_host(captured: Any) -> None
     fed, *_ = runner.decode(1, [SequenceStep([0], 1, pages, [0])], source=[0])
     given, *_ = runner.decode(1, [SequenceStep([int(tokens[0])], 1, pages, [0])])
     assert np.array_equal(fed, given)
+
+
+def test_kernels_of_a_captured_step_are_timed_one_by_one(captured: Any) -> None:
+    """What `explain --measure` does on a GPU: the region runs as plain calls, each kernel is timed where the step first
+    comes to it, and the step still gives its result."""
+    path, parameters, final = captured
+    names = {gv.name_hint for gv, f in final.functions_items() if isinstance(f, tvm.tirx.PrimFunc)
+             and not gv.name_hint.startswith("shape_func")}
+    runner = Runner(path, parameters, graphs=False)
+    runner.decode(1, [SequenceStep([9], 0, [2, 3], [0])])
+    seen = TimedAlone(names, runner.library, 0)
+    runner.library.instrument(seen)
+    logits, *_ = runner.decode(1, [SequenceStep([9], 0, [2, 3], [0])])
+    order = [name for name, _ in seen.times]
+    assert order[0] == "next_token_ids" and order[-1].startswith("sample") and set(order) <= names
+    assert sum("attention" in name for name in order) == 2 and all(seconds > 0 for _, seconds in seen.times)
+    assert np.isfinite(logits).all()
