@@ -79,7 +79,8 @@ def serve(bundle: str, host: str, port: int, api_keys: tuple[str, ...], names: t
 
     def ready() -> None:
         seconds = time.perf_counter() - started
-        click.echo(f"serving {model.name} at {url}/v1, chat page at {url}/ (loaded in {seconds:.1f} s, context "
+        page = f"chat page at {url}/" if model.engine.generates else "embeddings only"
+        click.echo(f"serving {model.name} at {url}/v1, {page} (loaded in {seconds:.1f} s, context "
                    f"{model.engine.max_tokens} tokens)", err=True)
         sys.stderr.flush()
     limits = Limits(max_body_bytes=max_body_mib << 20, max_concurrent=max_concurrent, drain_seconds=drain_timeout,
