@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from relaxpack.bench.report import environment, spread
+from relaxpack.bench.step import StepFacts
 from relaxpack.errors import UsageError
 from relaxpack.llm import LLM
 from relaxpack.runtime.engine import TokenEvent
@@ -75,11 +76,24 @@ def latency_report(bundle: str, cases: Sequence[LatencyCase], *, runs: int = 3, 
     warm = LatencyCase(1, 8, 4)
     measure(llm, warm, 1)
     results = []
+    steps = _step_facts(llm)
     for case in cases:
         progress(case)
-        results.append(measure(llm, case, runs))
+        result = measure(llm, case, runs)
+        between = result["inter_token_latency"]
+        if steps is not None and between:
+            context = min(case.prompt_tokens + case.output_tokens // 2, llm.engine.max_tokens - 1)
+            result["step"] = steps.of(case.batch, context, between["p50"])
+        results.append(result)
     name = llm.info.name if llm.info is not None else bundle
     return {"model": name, "runs": runs, "results": results, **prepared, "environment": environment()}
+
+
+def _step_facts(llm: LLM) -> StepFacts | None:
+    """None where the bundle does not say what its steps do."""
+    if llm.loaded is None or llm.loaded.bundle.target(llm.loaded.report.target).explain not in llm.loaded.bundle:
+        return None
+    return StepFacts(llm)
 
 
 def _prepare(llm: LLM) -> dict[str, Any]:

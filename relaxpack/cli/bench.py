@@ -149,12 +149,18 @@ def _latency_table(report: dict[str, Any]) -> None:
 
     rows = [[str(r["batch"]), _ms(r["time_to_first_token"]["p50"]),
              *(_ms(r["inter_token_latency"][p]) if r["inter_token_latency"] else "-" for p in ("p50", "p95", "p99")),
-             f"{r['prefill_tokens_per_second']:.0f}", f"{r['decode_tokens_per_second']:.1f}"] for r in report["results"]]
+             f"{r['prefill_tokens_per_second']:.0f}", f"{r['decode_tokens_per_second']:.1f}", *_step_cells(r)]
+            for r in report["results"]]
     first = report["results"][0]
     title = (f"{report['model']}: {first['prompt_tokens']} prompt and {first['output_tokens']} output tokens, best of "
              f"{report['runs']}")
-    console().print(table(title, ["batch", "first token ms", "between p50", "p95", "p99", "prefill tok/s", "decode tok/s"],
-                          rows))
+    console().print(table(title, ["batch", "first token ms", "between p50", "p95", "p99", "prefill tok/s", "decode tok/s",
+                                  "launches", "of bandwidth"], rows))
+
+
+def _step_cells(result: dict[str, Any]) -> list[str]:
+    step = result.get("step")
+    return ["-", "-"] if step is None else [str(step["launches"]), f"{step['share_of_bandwidth']:.0%}"]
 
 
 def _load_picture(run: Any, report: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ import tvm
 from relaxpack.compile import _storages
 from relaxpack.dist.bundle import BundleWriter
 from relaxpack.dist.host import Gpu, Host
+from relaxpack.dist.integrity import canonical_json
 from relaxpack.dist.manifest import Manifest, TargetEntry, WeightsSummary
 from relaxpack.lowering import attention_spec
 from relaxpack.model_info import ModelInfo
@@ -27,6 +28,7 @@ from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.memory_plan import PLAN, arena_bytes
 from relaxpack.passes.pipeline import phases, run_phases
 from relaxpack.passes.rewrite import exported_functions, num_inputs
+from relaxpack.passes.step_table import step_table
 from relaxpack.relax_models.config import ModelConfig
 from relaxpack.relax_models.export import BuildLimits, export_model
 from relaxpack.relax_models.rope import RopeConfig
@@ -65,6 +67,7 @@ class CapturedModel:
     limits: BuildLimits
     buckets: dict[str, tuple[int, ...]]
     functions: tuple[str, ...] = ("prefill", "decode")
+    steps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)    # what each function's kernels move and compute
 
     @property
     def info(self) -> ModelInfo:
@@ -91,7 +94,7 @@ def build(folder: Path, limits: BuildLimits, buckets: dict[str, tuple[int, ...]]
     parameters = [tvm.runtime.tensor((rng.standard_normal([int(d) for d in v.ty.shape]) * 0.3
                                       + ("norm" in v.name)).astype(np.float32)) for v in variables]
     return CapturedModel(path, parameters, [v.name for v in variables], final, limits, buckets,
-                         ("prefill", "decode", *(["embed"] if embed else [])))
+                         ("prefill", "decode", *(["embed"] if embed else [])), step_table(seen["lower"]))
 
 
 class _HostArray:
@@ -154,6 +157,8 @@ def write_bundle(model: CapturedModel, path: Path) -> Manifest:
         writer.add_file(f"lib/{target.file_stem}.so", model.path)
         writer.add_bytes("tokenizer/tokenizer.json", tokenizer_json().encode())
         writer.add_bytes("tokenizer/text.json", b"{}")
+        writer.add_bytes("explain.json", canonical_json({**explanation, "phases": [], "kernels": [], "calls": {},
+                                                         "steps": model.steps}))
         with writer.params(target.file_stem) as params:
             for name, tensor in zip(model.names, model.parameters, strict=True):
                 params.add(name, {"": tensor.numpy()})

@@ -79,4 +79,10 @@ def test_bench_latency_says_what_loading_took(bundle: Path, gpu: GraphLog, capsy
     assert report["load"]["target"] == "cuda:sm_90a" and report["load"]["weights_gigabytes_per_second"] > 0
     assert report["load"]["memory_plan"]["kv"] > 0 and report["capture"]["graphs"] == 5
     assert report["memory"]["planned"] == report["load"]["memory_plan"]["at_start"]
+    for result in report["results"]:
+        step = result["step"]
+        assert step["launches"] == 1 < step["kernels"], "a captured step is one launch"
+        assert step["bytes"] > 0 and step["bandwidth_bytes_per_second"] > 0 and step["device_seconds"] > 0
+        assert abs(step["gap_seconds"] - (step["seconds"] - step["device_seconds"])) < 1e-12
+        assert step["share_of_bandwidth"] == step["bytes"] / step["seconds"] / step["bandwidth_bytes_per_second"]
     assert "\r" not in err and "GPU" not in err, "no bar where nobody looks"
