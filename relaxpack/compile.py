@@ -277,7 +277,7 @@ def kernel_provider(target: TargetSpec, records: Records | None = None,
         return CpuKernels(target, tuned_kernels(records, target, limits) if records and limits else None)
     from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 
-    return CudaKernels(target)
+    return CudaKernels(target, tuned=tuned_kernels(records, target, limits) if records and limits else None)
 
 
 def tuned_kernels(records: Records, target: TargetSpec, limits: BuildLimits) -> TunedKernels:

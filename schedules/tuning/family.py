@@ -11,7 +11,7 @@ from typing import Any
 from relaxpack.errors import TuningError
 from relaxpack.tuning_record import Workload
 
-from .space import SearchSpace
+from .space import Space
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Part:
 
     low: int
     high: int | None
-    space: SearchSpace
+    space: Space
 
     def covers(self, rows: int) -> bool:
         return self.low <= rows and (self.high is None or rows <= self.high)
@@ -29,7 +29,8 @@ class Part:
 @dataclass(frozen=True)
 class KernelFamily:
     """`canonical` leaves out of a spec what changes neither the code that matters nor its speed, so that a record serves
-    all models and builds it fits. `make(spec, parameters)` is the PrimFunc; parameters that are not given are the rule's.
+    all models and builds it fits. `make(spec, parameters)` is the PrimFunc (for a GPU: the Kernel); parameters that are
+    not given are the rule's.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The search over a `SearchSpace`: everything where that is affordable, else random choices first and then the
+"""The search over a space: everything where that is affordable, else random choices first and then the
 neighbourhood of the best. It proposes and is told; who builds and times is someone else's business.
 
     search = Search(space, trials=64, seed=0)
@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .space import SearchSpace
+from .space import Space
 
 EXPLORE = 0.5   # share of the trials that are random where the space is larger than the trials
 
@@ -23,7 +23,7 @@ def frozen(choice: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 class Search:
-    def __init__(self, space: SearchSpace, trials: int, seed: int = 0) -> None:
+    def __init__(self, space: Space, trials: int, seed: int = 0) -> None:
         self.space, self.trials = space, trials
         self.results: dict[tuple[tuple[str, Any], ...], float | None] = {}
         self._choices: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}

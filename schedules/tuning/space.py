@@ -1,4 +1,6 @@
-"""`SearchSpace`: named parameters with their possible values, and which combinations of them make sense."""
+"""`SearchSpace`: named parameters with their possible values, and which combinations of them make sense; `ListedSpace`:
+choices one by one, where they do not make a grid.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,10 @@ class SearchSpace:
     values: Mapping[str, tuple[Any, ...]]
     default: Parameters
     valid: Callable[[Parameters], bool] = _always
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.values)
 
     def all(self) -> Iterator[dict[str, Any]]:
         """Every valid choice but the default, in a fixed order."""
@@ -54,3 +60,38 @@ class SearchSpace:
                 other = {**choice, name: value}
                 if self.valid(other):
                     yield other
+
+
+@dataclass(frozen=True)
+class ListedSpace:
+    """`choices` in an order in which neighbours are alike. They need not have the same parameters."""
+
+    choices: tuple[Parameters, ...]
+    default: Parameters
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for choice in (*self.choices, self.default) for name in choice)
+
+    def all(self) -> Iterator[dict[str, Any]]:
+        for choice in self.choices:
+            if choice != self.default:
+                yield dict(choice)
+
+    def size(self) -> int:
+        return sum(1 for _ in self.all())
+
+    def sample(self, rng: random.Random) -> dict[str, Any] | None:
+        return dict(rng.choice(self.choices)) if self.choices else None
+
+    def neighbours(self, choice: Parameters) -> Iterator[dict[str, Any]]:
+        """The one before and the one after; any of them for a choice that is not listed."""
+        known = [dict(one) for one in self.choices]
+        if dict(choice) not in known:
+            yield from known
+            return
+        at = known.index(dict(choice))
+        yield from (known[i] for i in (at - 1, at + 1) if 0 <= i < len(known))
+
+
+Space = SearchSpace | ListedSpace

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from relaxpack.errors import TuningError
+from relaxpack.errors import CompileError, TuningError
 from relaxpack.tuning_record import TuningRecord, Workload
 
 from .family import KernelFamily
@@ -34,7 +34,7 @@ class TunedKernels:
         self._records, self._family_of, self._limits = records, family_of, limits
 
     def kernel(self, operation: str, spec: Any, name: str) -> tuple[Any, str] | None:
-        """(PrimFunc, source) of a kernel with records, or None. `name` is for the report."""
+        """(what the family makes, source) of a kernel with records, or None. `name` is for the report."""
         family = self._family_of(operation, spec)
         if family is None:
             return None
@@ -47,10 +47,10 @@ class TunedKernels:
             record = self._records.find(workload, sizes, name)
             if record is None:
                 continue
-            parameters = record.choice["parameters"] if record.choice["kind"] == "parameters" else {}
-            strange = sorted(set(parameters) - set(part.space.values))
-            if record.choice["kind"] != "parameters" or strange:
-                what = f"parameters {', '.join(strange)}" if strange else f"a {record.choice['kind']}"
+            parameters = as_parameters(record.choice)
+            strange = sorted(set(parameters or {}) - part.space.names)
+            if parameters is None or strange:
+                what = f"parameters {', '.join(strange)}" if strange else "a trace"
                 self._records.reject(record, name, f"{what} does not belong to {family.name} at {record.bucket} rows")
                 continue
             given |= parameters
@@ -59,7 +59,7 @@ class TunedKernels:
             return None
         try:
             func = family.make(spec, given)
-        except (TuningError, ValueError, TypeError, RuntimeError) as error:
+        except (TuningError, CompileError, AssertionError, ValueError, TypeError, RuntimeError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             for record in used:
                 self._records.reject(record, name, reason)
@@ -67,6 +67,13 @@ class TunedKernels:
         for record in used:
             self._records.use(record, name)
         return func, "tuned:" + "+".join(record.id[:16] for record in used)
+
+
+def as_parameters(choice: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A library is a choice like any other, under the name "library"; a trace is none of a kernel."""
+    if choice["kind"] == "library":
+        return {**choice["parameters"], "library": choice["library"]}
+    return dict(choice["parameters"]) if choice["kind"] == "parameters" else None
 
 
 def bucket_sizes(limit: int) -> list[int]:

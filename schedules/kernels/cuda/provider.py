@@ -5,6 +5,8 @@ choosing matmul kernels in `linear.py`, the kernels are one file each.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -28,19 +30,22 @@ from relaxpack.schedules.kernels.cuda.linear import linear
 from relaxpack.schedules.kernels.cuda.norm import norm
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.sampling import sample
+from relaxpack.schedules.tuning.tuned import TunedKernels
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
 
 
 class CudaKernels:
     """`KernelProvider` for a CUDA target. Equal specs give the very same Kernel. `library_for`: the library that is to
-    compute a matmul instead of a kernel of ours (see `library.py`), None for none; by default there is none."""
+    compute a matmul instead of a kernel of ours (see `library.py`), None for none; by default there is none. `tuned` knows
+    better choices than the rules' for some kernels, libraries among them."""
 
-    def __init__(self, target: TargetSpec, library_for: Callable[[LinearSpec], str | None] = lambda spec: None) -> None:
+    def __init__(self, target: TargetSpec, library_for: Callable[[LinearSpec], str | None] = lambda spec: None,
+                 tuned: TunedKernels | None = None) -> None:
         if target.kind != "cuda":
             raise CompileError(f"target {target.name} is not a GPU")
         self.target, self.arch = target, target.arch
-        self._library_for = library_for
+        self._library_for, self._tuned = library_for, tuned
         self._kernels: dict[Hashable, Kernel] = {}
 
     def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
@@ -53,7 +58,7 @@ class CudaKernels:
         library = self._library_for(spec)
         if library is not None:
             return self._cached(("linear", library, spec), lambda: library_linear(spec, library))
-        return self._cached(("linear", spec), lambda: linear(spec, self.arch))
+        return self._cached(("linear", spec), lambda: self._found("linear", spec) or linear(spec, self.arch))
 
     def embedding(self, spec: EmbeddingSpec) -> Kernel:
         name = f"embedding_{spec.weight.name}_{spec.vocab_size}x{spec.hidden_size}_{spec.activation_dtype}"
@@ -77,13 +82,30 @@ class CudaKernels:
         return self._cached(("rope_append", spec), lambda: rope_append(spec, self.arch))
 
     def decode_attention(self, spec: AttentionSpec) -> Kernel:
-        return self._cached(("decode_attention", spec), lambda: decode_attention(spec, self.arch))
+        return self._cached(("decode_attention", spec),
+                            lambda: self._found("decode_attention", spec) or decode_attention(spec, self.arch))
 
     def prefill_attention(self, spec: AttentionSpec) -> Kernel:
-        return self._cached(("prefill_attention", spec), lambda: prefill_attention(spec, self.arch))
+        return self._cached(("prefill_attention", spec),
+                            lambda: self._found("prefill_attention", spec) or prefill_attention(spec, self.arch))
 
     def sample(self, spec: SamplingSpec) -> Kernel:
         return self._cached(("sample", spec), lambda: sample(spec, self.arch))
+
+    def asked(self) -> list[tuple[str, Any, Kernel]]:
+        """The questions so far: operation, spec and answer."""
+        return [(key[0], key[-1], kernel) for key, kernel in self._kernels.items() if isinstance(key, tuple)]
+
+    def _found(self, operation: str, spec: LinearSpec | AttentionSpec) -> Kernel | None:
+        """The kernel of a tuning record. One of a library keeps its source, by which a bundle says what it needs."""
+        if self._tuned is None:
+            return None
+        label = f"{operation}_{spec.out_features}x{spec.in_features}" if isinstance(spec, LinearSpec) else operation
+        found = self._tuned.kernel(operation, spec, label)
+        if found is None:
+            return None
+        kernel, source = found
+        return kernel if kernel.source.startswith("library:") else replace(kernel, source=source)
 
     def _cached(self, key: Hashable, make: Callable[[], Kernel]) -> Kernel:
         if key not in self._kernels:

@@ -1,0 +1,105 @@
+"""The search spaces of the CUDA kernels, without a GPU: every choice makes a kernel, some are compiled, and records of a GPU
+choose kernels and libraries in a build for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from relaxpack.kernel_spec import AttentionSpec, LinearSpec
+from relaxpack.schedules.kernels.cuda.provider import CudaKernels
+from relaxpack.schedules.tuning.tuned import TunedKernels
+from relaxpack.target import parse_target
+from relaxpack.tuning.candidates import families_for, family_for
+from relaxpack.tuning_record import TuningRecord, Workload
+from relaxpack.weight_format import FORMATS
+from tests.helpers import cuda_harness
+from tests.helpers.tuning_records import SM_90, record
+
+HOPPER = parse_target("cuda:sm_90a")
+ATTENTION = AttentionSpec(2, 8, 2, 64, 64, 16, 64, 1024, "bfloat16", "bfloat16", 0.125)
+
+
+def linear(rows: int | None, **changes: object) -> LinearSpec:
+    spec = LinearSpec(1024, 1024, FORMATS["bf16"], "decode", "bfloat16", "bfloat16", max_rows=rows)
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 512])
+def test_every_matmul_choice_makes_a_kernel(rows: int) -> None:
+    family = families_for(HOPPER)["cuda.linear"]
+    part, = family.parts(linear(rows))
+    choices = list(part.space.all())
+    assert len(choices) >= 8 and part.covers(rows) and not part.covers(rows + 1)
+    assert dict(part.space.default) not in choices and {"library": "cublaslt"} in choices
+    names = {family.make(linear(rows), choice).stages[0].name for choice in choices}
+    assert len(names) == len(choices)
+    rule, = family.make(linear(rows), {}).stages
+    assert rule.name == CudaKernels(HOPPER).linear(linear(rows)).stages[0].name
+    assert family.make(linear(rows), part.space.default).stages[0].name == rule.name
+
+
+def test_symbolic_rows_and_older_cards_have_no_choice_yet() -> None:
+    assert families_for(HOPPER)["cuda.linear"].parts(linear(None)) == ()
+    assert families_for(parse_target("cuda:sm_80"))["cuda.linear"].parts(linear(8)) == ()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_every_attention_choice_makes_a_kernel(arch: str) -> None:
+    target = parse_target(f"cuda:{arch}")
+    for operation in ("decode_attention", "prefill_attention"):
+        family = family_for(families_for(target), operation, ATTENTION)
+        assert family is not None
+        part, = family.parts(ATTENTION)
+        choices = list(part.space.all())
+        assert len(choices) >= 2
+        for choice in (choices[0], choices[-1]):
+            assert family.make(ATTENTION, choice).stages
+
+
+@pytest.mark.slow
+def test_choices_compile() -> None:
+    """To machine code, by nvcc, for one choice of each kernel."""
+    known = families_for(HOPPER)
+    many = known["cuda.linear"].make(linear(512), {"family": "gemm_many", "tile_n": 64, "cluster": 2})
+    few = known["cuda.linear"].make(linear(16), {"family": "gemm_few", "columns": 16, "consumers": 2, "split": 2, "share": 1,
+                                                 "blocks_per_sm": 2})
+    decode = known["cuda.decode_attention"].make(ATTENTION, {"warps": 8, "stages": 3, "key_tiles": 1, "blocks": 132})
+    funcs = {f"kernel{i}": stage.func for i, stage in enumerate([*many.stages, *few.stages, *decode.stages])}
+    assert cuda_harness.lower(funcs, "sm_90a") is not None
+
+
+class One:
+    def __init__(self, found: TuningRecord) -> None:
+        self.found, self.used = found, list[str]()
+
+    def find(self, workload: Workload, buckets: Sequence[int], kernel: str) -> TuningRecord | None:
+        return self.found if self.found.bucket in buckets else None
+
+    def use(self, record: TuningRecord, kernel: str) -> None:
+        self.used.append(kernel)
+
+    def reject(self, record: TuningRecord, kernel: str, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+def _built(found: TuningRecord) -> tuple[CudaKernels, One]:
+    known, records = families_for(HOPPER), One(found)
+    tuned = TunedKernels(records, lambda operation, spec: family_for(known, operation, spec), {"decode": 64, "prefill": 512})
+    return CudaKernels(HOPPER, tuned=tuned), records
+
+
+def test_a_record_chooses_the_kernel_of_its_bucket_alone() -> None:
+    found = record(bucket=16, target=SM_90, parameters={"family": "gemm_few", "columns": 16, "consumers": 2, "split": 4,
+                                                        "share": 1, "blocks_per_sm": 1})
+    kernels, records = _built(found)
+    kernel = kernels.linear(linear(16))
+    assert kernel.source == f"tuned:{found.id[:16]}" and "_sp4_" in kernel.stages[0].name
+    assert kernels.linear(linear(32)).source == "rule:cuda.gemm_few" and records.used == ["linear_1024x1024"]
+
+
+def test_a_record_of_a_library_makes_a_call_of_it() -> None:
+    kernels, _ = _built(record(bucket=16, target=SM_90, choice={"kind": "library", "library": "cublaslt", "parameters": {}}))
+    assert kernels.linear(linear(16)).source == "library:cublaslt"
