@@ -12,11 +12,12 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from models import MODELS
 
 from relaxpack.compile import _storages, kernel_provider, pipeline_config
-from relaxpack.lowering import lower_model
+from relaxpack.lowering import Lowered, lower_model
 from relaxpack.model_info import ModelInfo
 from relaxpack.recipe import to_json
 from relaxpack.relax_models.export import BuildLimits
@@ -39,6 +40,13 @@ class _OneFormat(Mapping[str, WeightFormat]):
 
     def __len__(self) -> int:
         return 0
+
+
+def _explain(lowered: Lowered) -> dict[str, Any]:
+    """What `relaxpack bench latency` needs of the record: what the steps do, without the plan of every tensor."""
+    record = lowered.explanation
+    plans = {name: {**plan, "tensors": []} for name, plan in record["memory_plan"].items()}
+    return {"phases": [], "calls": {}, "kernels": record["kernels"], "steps": record["steps"], "memory_plan": plans}
 
 
 def main() -> None:
@@ -75,6 +83,7 @@ def main() -> None:
                    "intermediate_size": config.intermediate_size, "tie_embeddings": config.tie_embeddings,
                    "qkv_bias": config.qkv_bias, "kernels": lowered.explanation["kernels"],
                    "calls": lowered.explanation["calls"],
+                   "explain": _explain(lowered),
                    "parameters": [{"name": p.name, "shape": list(p.shape), "dtype": p.dtype,
                                    "recipe": to_json(p.recipe)} for p in lowered.parameters]}
     Path(f"{stem}.json").write_text(json.dumps(description))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from relaxpack.dist.bundle import BundleWriter
+from relaxpack.dist.integrity import canonical_json
 from relaxpack.dist.manifest import Manifest, TargetEntry, WeightsSummary
 from relaxpack.dist.params import numpy_dtype
 from relaxpack.model_info import ModelInfo
@@ -58,6 +59,7 @@ def write(stem: Path, out: Path) -> Manifest:
         writer.add_file(f"lib/{target.file_stem}.so", f"{stem}.so")
         writer.add_bytes("tokenizer/tokenizer.json", tokenizer_json(info.vocab_size))
         writer.add_bytes("tokenizer/text.json", b"{}")
+        writer.add_bytes("explain.json", canonical_json(description["explain"]))
         size = 0
         with writer.params(target.file_stem) as params:
             for p in description["parameters"]:

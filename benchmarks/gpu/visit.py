@@ -65,6 +65,9 @@ SECTIONS = (
     Section("first_token", "process start to first token, files in the page cache", 60, _first_token),
     Section("loading", "upload, plan against driver, capture of all buckets", 60, _measure("loading")),
     Section("tables", "decode and prefill with graphs and without", 120, _measure("tables")),
+    Section("latency", "launches, gap and share of the measured bandwidth of a step", 60, lambda folder, out: _python(
+        "-m", "relaxpack", "bench", "latency", folder / "large.bundle", "--batch", "1,8,32,128", "--prompt-tokens", "512",
+        "--output-tokens", "64", "--device", "cuda", "--json")),
     Section("upload", "GB/s of weights by chunk size", 60, _measure("upload_rates")),
     Section("numbers", "a model in true shapes against torch in float32", 60, lambda folder, out: _python(
         HERE / "run_models.py", folder, "--model", SMALL, "--batches", "1,8", "--contexts", "512", "--prefill", "512",

@@ -80,7 +80,7 @@ def test_a_bundle_of_a_seed_loads_and_answers(model: CapturedModel, tmp_path: Pa
     (tmp_path / "m.so").write_bytes(model.path.read_bytes())
     (tmp_path / "m.json").write_text(json.dumps({
         "info": model.info.to_json(), "target": {"kind": "cuda", "arch": "sm_90a", "features": []},
-        "memory": {"arena_bytes": 4096}, "buckets": BUCKETS,
+        "memory": {"arena_bytes": 4096}, "buckets": BUCKETS, "explain": {"steps": {}},
         "parameters": [{"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
                        for name, tensor in zip(model.names, model.parameters, strict=True)]}))
     written = random_bundle.write(tmp_path / "m", tmp_path / "large.bundle")
