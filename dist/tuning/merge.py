@@ -16,6 +16,7 @@ from relaxpack.dist.tuning.store import RecordStore, best
 from relaxpack.tuning_record import RecordKey, TuningRecord, joined
 
 log = logging.getLogger(__name__)
+_MANY_KEYS = 30
 
 
 class Conflict(NamedTuple):
@@ -63,8 +64,11 @@ def merge_into(store: RecordStore, records: Iterable[TuningRecord], dry_run: boo
     """Merge `records` into `store`, in one transaction, and say what that changed. Conflicts are logged."""
     report = MergeReport()
     incoming = union(records)
-    for key, theirs in by_key(incoming.values()).items():
-        ours = {record.id: record for record in store.candidates(key)}
+    keys = by_key(incoming.values())
+    # One question for each key, or one for all: over a network the number of questions is what takes time.
+    stored = by_key(store.all()) if len(keys) > _MANY_KEYS else {key: store.candidates(key) for key in keys}
+    for key, theirs in keys.items():
+        ours = {record.id: record for record in stored.get(key, ())}
         for record in theirs:
             old = ours.get(record.id)
             if old is None:

@@ -19,15 +19,14 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
 from relaxpack.dist.tuning import schema
 from relaxpack.dist.tuning.engine import Forkable, clear_errors, connect, shown
+from relaxpack.dist.tuning.writing import add_records, raise_status, remove_records
 from relaxpack.errors import DamagedRecordError, DatabaseError
-from relaxpack.tuning_record import STATUSES, Damaged, RecordKey, Status, TuningRecord, canonical, digest, tidy
+from relaxpack.tuning_record import Damaged, RecordKey, Status, TuningRecord, tidy
 
 log = logging.getLogger(__name__)
-_BATCH = 500
 
 
 class Query(NamedTuple):
@@ -98,21 +97,8 @@ class RecordStore:
 
     def add_all(self, records: Iterable[TuningRecord]) -> int:
         """All or none, in one transaction. Returns how many were new or got a higher status."""
-        changed = 0
         with clear_errors(self._given), self._forkable.engine.begin() as connection:
-            insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert
-            for record in sorted(records, key=lambda record: record.id):   # one order for all writers: no deadlocks
-                content = record.content()
-                workload = content.pop("workload")
-                key, name = record.key, digest(workload)
-                connection.execute(insert(schema.workloads).values(digest=name, **workload).on_conflict_do_nothing())
-                new = connection.execute(insert(schema.records).values(
-                    id=record.id, workload_digest=name, workload_hash=key.workload, bucket=key.bucket,
-                    target_hash=key.target, compiler_hash=key.compiler, status=record.status, reason=record.reason,
-                    content=canonical(content)).on_conflict_do_nothing(),
-                    execution_options={"preserve_rowcount": True}).rowcount
-                changed += new or self._raise_status(connection, record.id, record.status, record.reason)
-        return changed
+            return add_records(connection, records)
 
     def mark(self, record_id: str, status: Status, reason: str) -> bool:
         """Raise the status of a record; True where it changed. A lower or equal mark changes nothing. Raises DatabaseError
@@ -120,29 +106,12 @@ class RecordStore:
         with clear_errors(self._given), self._forkable.engine.begin() as connection:
             if not connection.execute(sa.select(schema.records.c.id).where(schema.records.c.id == record_id)).first():
                 raise DatabaseError(f"{self.location} has no record {record_id[:16]}")
-            return self._raise_status(connection, record_id, status, tidy(reason)) > 0
-
-    @staticmethod
-    def _raise_status(connection: sa.Connection, record_id: str, status: Status, reason: str) -> int:
-        """The rule of `tuning_record.joined`, in the database."""
-        table = schema.records
-        lower = STATUSES[:STATUSES.index(status)]
-        return connection.execute(table.update().where(
-            table.c.id == record_id,
-            sa.or_(table.c.status.in_(lower), sa.and_(table.c.status == status, table.c.reason > reason)),
-        ).values(status=status, reason=reason)).rowcount
+            return raise_status(connection, record_id, status, tidy(reason)) > 0
 
     def remove(self, ids: Iterable[str]) -> int:
         """Delete records, and workloads that no record has any more."""
-        removed, wanted = 0, sorted(set(ids))
         with clear_errors(self._given), self._forkable.engine.begin() as connection:
-            for start in range(0, len(wanted), _BATCH):
-                removed += connection.execute(schema.records.delete().where(
-                    schema.records.c.id.in_(wanted[start:start + _BATCH]))).rowcount
-            if removed:
-                used = sa.select(schema.records.c.workload_digest)
-                connection.execute(schema.workloads.delete().where(schema.workloads.c.digest.not_in(used)))
-        return removed
+            return remove_records(connection, ids)
 
     def lookup(self, workload_hash: str, bucket: int | None, target_hash: str, compiler_hash: str) -> TuningRecord | None:
         """The best good record of this key, or None."""

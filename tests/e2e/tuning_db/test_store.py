@@ -19,7 +19,7 @@ from relaxpack.dist.tuning.engine import connect
 from relaxpack.dist.tuning.store import Query, open_store
 from relaxpack.errors import DatabaseError, NewerDatabaseError
 from relaxpack.tuning_record import digest
-from tests.helpers import tuning_writers
+from tests.helpers import tuning_crowd, tuning_writers
 from tests.helpers.tuning_records import COMPILER, CPU, SM_80, SM_90, record, traced
 from tests.helpers.tuning_writers import KILLS, WRITERS, own, shared
 
@@ -120,6 +120,12 @@ def test_concurrent_writers_and_a_killed_one_lose_nothing(location: str) -> None
     for number in range(5):
         assert found[shared(number).id] == shared(number).marked("failed", "writer 0")
     assert said["reader"]["seen"] == len(found) and said["reader"]["rounds"] >= 2
+
+
+def test_a_crowd_that_shares_workloads_and_a_remover_stay_out_of_each_others_way(location: str) -> None:
+    done = subprocess.run([sys.executable, tuning_crowd.__file__, location, "8"], capture_output=True, text=True,
+                          check=False, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    assert (done.stdout, done.stderr) == ("True []\n", "")
 
 
 def test_first_users_at_once_make_one_database(location: str) -> None:
