@@ -24,8 +24,8 @@ import click
               help="cpu (this one), cpu:x86-64-v3, cpu:x86-64-v4, cuda (the GPU here) or cuda:sm_XX. Repeatable: a bundle "
                    "may hold several, and the runtime picks.")
 @click.option("--weights", default="as-is", show_default=True,
-              type=click.Choice(["as-is", "q4", "q8", "f16", "bf16", "f32"]),
-              help="How weights are stored; q4 and q8 keep what has that many bits or fewer.")
+              type=click.Choice(["as-is", "q4", "q8", "fp8", "f16", "bf16", "f32"]),
+              help="How weights are stored; q4, q8 and fp8 (float8 e4m3) keep what has that many bits or fewer.")
 @click.option("--max-context", type=click.IntRange(2), help="Tokens a sequence may have [default: the model's].")
 @click.option("--max-batch", default=8, show_default=True, type=click.IntRange(1), help="Sequences a step may have.")
 @click.option("--prefill-chunk", default=512, show_default=True, type=click.IntRange(1),

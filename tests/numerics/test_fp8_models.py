@@ -1,0 +1,78 @@
+"""fp8 checkpoints through the real path, folder to logits: what the CPU kernels compute is transformers' float32 model on
+the dequantised weights. Weights are exact and arithmetic is float32, so the bound is that of float32 checkpoints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relaxpack import cli
+from relaxpack.compile import BuildOptions, build_bundle
+from relaxpack.dist.bundle import Bundle
+from relaxpack.relax_models.checkpoint import open_checkpoint
+from relaxpack.runtime.load import load_model
+from tests.helpers.numerics import decode_logits, prefill_logits, tapes
+from tests.helpers.tiny_checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.helpers.tiny_fp8 import write_fp8_checkpoint
+from tests.reference.numpy_decoder import forward
+
+IDS = np.random.default_rng(2).integers(0, VOCAB_SIZE, 70).tolist()
+TOLERANCE = 2e-3     # as in test_models.py
+
+# scheme → family, what differs from the tiny model; widths that are no multiple of a block among them
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "block": ("qwen3", {"hidden_size": 160, "intermediate_size": 300, "num_attention_heads": 8}),
+    "block of compressed-tensors": ("llama", {"hidden_size": 256, "intermediate_size": 384}),
+    "channel": ("llama_bias", {"hidden_size": 96, "table": True}),
+    "tensor": ("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 2}),
+    "static": ("mistral", {"table": True, "tie_word_embeddings": True})}
+
+
+def built_logits(checkpoint: Path, bundle: Path, weights: str) -> np.ndarray:
+    """Logits [70, vocab]: 64 prefilled, 6 decoded."""
+    build_bundle(checkpoint, bundle, options=BuildOptions(
+        weights=weights, max_context=96, max_batch=2, prefill_chunk=64, kv_dtype="float32"))
+    (tape,) = tapes(load_model(bundle).runner, [IDS])
+    return np.concatenate([prefill_logits(tape, 64), decode_logits(tape, 70)])
+
+
+@pytest.mark.parametrize("scheme", MODELS)
+def test_logits_equal_transformers_on_dequantised_weights(tmp_path: Path, scheme: str) -> None:
+    torch = pytest.importorskip("torch", reason="reference: pip install --group reference")
+    transformers = pytest.importorskip("transformers", reason="reference: pip install --group reference")
+    family, changes = MODELS[scheme]
+    plain, _ = write_fp8_checkpoint(tmp_path / "m", scheme, family, seed=3, **changes)
+    shape = {key: value for key, value in changes.items() if key != "table"}
+    write_checkpoint(tmp_path / "plain", family, tensors=plain, **shape)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(torch.tensor([IDS])).logits[0].numpy()
+    got = built_logits(tmp_path / "m", tmp_path / "b", "as-is")
+    assert expected.std() > 0.5
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
+    stored = Bundle.open(tmp_path / "b").manifest.weights.formats
+    assert set(stored) == {"fp8_block" if "block" in scheme else "fp8", "f32"}      # nothing was requantised
+
+
+def test_quantised_at_build(tmp_path: Path) -> None:
+    """Three mantissa bits: a relative error of a fortieth in each weight, independent among them."""
+    folder = write_checkpoint(tmp_path / "m", "llama", seed=5)
+    expected = forward(open_checkpoint(folder), IDS, 96)
+    got = built_logits(folder, tmp_path / "b", "fp8")
+    assert np.linalg.norm(got - expected) / np.linalg.norm(expected) < 0.06
+
+
+def test_inspect_and_explain_say_the_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_fp8_checkpoint(tmp_path / "m", "block", hidden_size=256)
+    bundle = str(tmp_path / "b")
+    assert cli.run(["build", str(tmp_path / "m"), "-o", bundle, "--max-context", "64", "--max-batch", "1"]) == 0
+    assert "fp8_block" in capsys.readouterr().err
+    assert cli.run(["inspect", bundle]) == 0
+    assert "fp8_block" in capsys.readouterr().out
+    assert cli.run(["explain", bundle]) == 0
+    assert "linear_fp8_block_" in capsys.readouterr().out
