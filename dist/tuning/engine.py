@@ -108,8 +108,10 @@ def _advice(error: Any, said: str) -> str:
 def _configure_sqlite(connection: Any, _record: Any) -> None:
     connection.isolation_level = None          # transactions begin where we say so, in _begin_sqlite
     deadline = time.monotonic() + BUSY_SECONDS
-    while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
-        try:                                   # the one statement that does not wait for a lock
+    while True:
+        try:                                   # to change the mode is the one thing that does not wait for a lock
+            if connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal":
+                break
             connection.execute("PRAGMA journal_mode=WAL")
         except sqlite3.OperationalError as error:
             if "locked" not in str(error) or time.monotonic() > deadline:
