@@ -193,6 +193,11 @@ class AsyncEngine:
         return self._engine.max_tokens
 
     @property
+    def max_batch(self) -> int:
+        """Sequences that a step may have."""
+        return self._engine.runner.max_batch
+
+    @property
     def embedding_size(self) -> int:
         """Numbers of an embedding; 0 where the model computes none."""
         return self._engine.embedding_size

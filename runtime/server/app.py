@@ -112,8 +112,8 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/embeddings", response_model=None, responses=_documented(answers_doc.EmbeddingList))
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         """Last hidden states of texts, pooled; for bundles built with --embeddings."""
-        job = await run_in_threadpool(lambda: embedding_job(body, model, _tenant(request)).submit(model))
-        return EmbeddingResponse(job, model.name, timeout=state.limits.request_seconds, draining=lambda: state.draining)
+        job = await run_in_threadpool(lambda: embedding_job(body, model, _tenant(request)))
+        return EmbeddingResponse(job, model, timeout=state.limits.request_seconds, draining=lambda: state.draining)
 
 
 def _add_text(app: FastAPI, state: ServerState) -> None:

@@ -1,7 +1,7 @@
 """`/v1/embeddings`: from its body to requests of the engine, and from their pooled hidden states to the answer.
 
-Inputs of one body are requests of their own, batched with whatever else the engine does; leaving the connection cancels
-those that still run.
+Inputs of one body are requests of their own, batched with whatever else the engine does. No more than a batch of them are
+given to the engine at once, so that others are not kept waiting behind thousands; leaving the connection cancels them.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import asyncio
 import base64
 import json
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import numpy as np
 from starlette.responses import Response
 from starlette.types import Send
 
-from relaxpack.errors import RequestError
-from relaxpack.runtime.async_engine import RequestStream
+from relaxpack.errors import RelaxpackError, RequestError
+from relaxpack.runtime.async_engine import AsyncEngine, Piece, RequestStream
 from relaxpack.runtime.pooling import EmbeddingParams
+from relaxpack.runtime.request import Request
 from relaxpack.runtime.server.errors import ApiError, response_to
 from relaxpack.runtime.server.model import ServedModel
 from relaxpack.runtime.server.protocol import EmbeddingBody
-from relaxpack.runtime.server.stream import EngineResponse, merged
+from relaxpack.runtime.server.stream import EngineResponse
 from relaxpack.runtime.server.translate import prompt_ids
 
 MOST_INPUTS = 2048      # of one body, as OpenAI's API has it
@@ -31,26 +31,48 @@ MOST_INPUTS = 2048      # of one body, as OpenAI's API has it
 
 @dataclass
 class EmbeddingJob:
-    """Requests of one body."""
+    """The inputs of one body, and their embeddings as they come."""
 
     prompts: list[list[int]]
     params: EmbeddingParams
     base64: bool
     salt: str
-    streams: list[RequestStream] = field(default_factory=list)
+    done: dict[int, Request] = field(default_factory=dict)      # by place in `prompts`
+    cancelled: bool = False
+    _running: set[RequestStream] = field(default_factory=set)
 
-    def submit(self, model: ServedModel) -> EmbeddingJob:
-        """Give the requests to the engine; all of them or none."""
+    async def run(self, engine: AsyncEngine) -> Piece | None:
+        """Compute all of them; the end of the first one that failed or was cancelled. Raises EngineClosed."""
+        left = iter(enumerate(self.prompts))
+        failed: list[Piece] = []
+
+        async def worker() -> None:
+            for number, ids in left:
+                if self.cancelled:
+                    failed.append(Piece(0, finish_reason="abort"))
+                    return
+                stream = engine.submit_embedding(ids, self.params, salt=self.salt)
+                self._running.add(stream)
+                [end] = await stream.collect_async()
+                self._running.discard(stream)
+                if end.finish_reason != "stop":
+                    failed.append(end)
+                    self.cancel()
+                    return
+                self.done[number] = stream.request
+
+        workers = [asyncio.ensure_future(worker()) for _ in range(min(engine.max_batch, len(self.prompts)))]
         try:
-            for ids in self.prompts:
-                self.streams.append(model.engine.submit_embedding(ids, self.params, salt=self.salt))
-        except BaseException:
+            await asyncio.gather(*workers)
+        finally:
             self.cancel()
-            raise
-        return self
+            for task in workers:
+                task.cancel()
+        return failed[0] if failed else None
 
     def cancel(self) -> None:
-        for stream in self.streams:
+        self.cancelled = True
+        for stream in self._running:
             stream.cancel()
 
 
@@ -61,6 +83,7 @@ def embedding_job(body: EmbeddingBody, model: ServedModel, tenant: str = "") -> 
                            "--embeddings` (or --embeddings-only) and serve that", "model")
     params = EmbeddingParams(pooling=body.pooling or "last", dimensions=body.dimensions,
                              normalize=body.normalize is not False)
+    params.check_size(model.engine.embedding_size)
     prompts = prompt_ids(body.input, model, body.add_special_tokens, "input")
     if len(prompts) > MOST_INPUTS:
         raise RequestError(f"input has {len(prompts)} entries, at most {MOST_INPUTS} are allowed in one request: send "
@@ -80,26 +103,28 @@ def embedding_job(body: EmbeddingBody, model: ServedModel, tenant: str = "") -> 
 
 
 class EmbeddingResponse(EngineResponse):
-    def __init__(self, job: EmbeddingJob, model: str, *, timeout: float | None = None,
+    def __init__(self, job: EmbeddingJob, model: ServedModel, *, timeout: float | None = None,
                  draining: Callable[[], bool] = lambda: False) -> None:
         super().__init__(job, timeout, draining)
         self._job, self._model = job, model
 
     async def _answer(self, send: Send, gone: Callable[[], bool]) -> Response | None:
-        async with aclosing(merged(self._job.streams, 1)) as pieces:
-            async for _, piece in pieces:
-                error = self._error(piece)
-                if error is not None:
-                    return response_to(error)
+        try:
+            failed = await self._job.run(self._model.engine)
+        except RelaxpackError as error:
+            return response_to(error)
+        if failed is not None and (why := self._error(failed)) is not None:
+            return response_to(why)
         parts: list[bytes] = []
-        for index, stream in enumerate(self._job.streams):
-            assert stream.request.embedding is not None
-            item = {"object": "embedding", "index": index, "embedding": self._encoded(stream.request.embedding)}
+        for index in range(len(self._job.prompts)):
+            embedding = self._job.done[index].embedding
+            assert embedding is not None
+            item = {"object": "embedding", "index": index, "embedding": self._encoded(embedding)}
             parts.append(json.dumps(item, separators=(",", ":")).encode())
             await asyncio.sleep(0)      # thousands of numbers each: others have their turn in between
         prompt = sum(map(len, self._job.prompts))
-        cached = sum(stream.cached_tokens for stream in self._job.streams)
-        rest = json.dumps({"model": self._model, "usage": {
+        cached = sum(request.cached_tokens or 0 for request in self._job.done.values())
+        rest = json.dumps({"model": self._model.name, "usage": {
             "prompt_tokens": prompt, "total_tokens": prompt, "prompt_tokens_details": {"cached_tokens": cached}}})
         body = b'{"object":"list","data":[' + b",".join(parts) + b"]," + rest[1:].encode()
         return Response(body, media_type="application/json")

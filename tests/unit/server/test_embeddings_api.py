@@ -170,6 +170,32 @@ def test_a_client_that_leaves_frees_the_pages_of_all_its_inputs():
         assert model.engine.metrics.finished == {"abort": 2} and not gate.holds
 
 
+def test_thousands_of_inputs_keep_nobody_waiting(monkeypatch):
+    """A chat that comes after them is answered before most of them are done."""
+    model = hash_model(max_batch=4)
+    inputs = [[3, 4 + i % 90] * 10 for i in range(400)]
+    submit, submitted = model.engine.submit, threading.Event()
+    monkeypatch.setattr(model.engine, "submit", lambda *given, **how: (submit(*given, **how), submitted.set())[0])
+    with background(model) as server, httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
+        with gate_of(model).held(3) as gate:
+            answers = []
+            many = threading.Thread(target=lambda: answers.append(embed(session, inputs)))
+            many.start()
+            eventually(lambda: gate.holds)
+            assert model.engine.metrics.requests <= 16
+            with httpx.Client(base_url=server.url, timeout=DEADLINE) as other:
+                asked = []
+                chat = threading.Thread(target=lambda: asked.append(
+                    other.post("/v1/completions", json={"prompt": [5], "max_tokens": 1})))
+                chat.start()
+                assert submitted.wait(DEADLINE)
+                gate.allow(40)      # a step takes 16 tokens: those of 32 inputs at most
+                chat.join(DEADLINE)
+            assert asked[0].status_code == 200 and not answers
+        many.join(DEADLINE)
+    assert len(vectors(answers[0])) == 400
+
+
 def test_time_is_up_and_a_failing_model():
     model = hash_model()
     with background(model, Limits(request_seconds=0.2)) as server, \
