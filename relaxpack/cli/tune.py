@@ -123,10 +123,10 @@ def _measurer(spec: TargetSpec, tracker: str | None, key: str | None) -> Measure
         from relaxpack.dist.host import cuda_driver
 
         driver = cuda_driver()
-        if not driver.gpus:
-            raise EnvironmentProblem(f"tuning for {spec.name} times kernels on that GPU, and this machine has none "
-                                     f"({driver.problem or 'the driver shows none'}); run it there, or name machines "
-                                     "that have one with --tracker and --key")
+        here = "" if driver.gpus else f", and this machine has none ({driver.problem or 'the driver shows none'})"
+        raise EnvironmentProblem(f"tuning for {spec.name} times kernels on that GPU{here}: build the candidates with "
+                                 "`python -m benchmarks.gpu.tune prepare FOLDER` and time them there with its `run` "
+                                 "(docs/tuning.md); --dry-run lists the tasks")
     else:
         from relaxpack.target import host_cpu_features
 
