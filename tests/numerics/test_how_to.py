@@ -19,7 +19,7 @@ def test_the_page_can_be_followed(page: str) -> None:
     names: dict[str, object] = {"__name__": page}
     for start, block in blocks:
         line = text[:start].count("\n") + 1
-        exec(compile("\n" * line + block, str(DOCS / page), "exec"), names)
+        exec(compile("\n" * line + block, str(DOCS / page), "exec", dont_inherit=True), names)
 
 
 def test_all_pages_are_tested() -> None:
