@@ -17,7 +17,7 @@ import pytest
 
 from relaxpack.runtime.server.serve import Running, background
 from tests.helpers.browser import chromium
-from tests.helpers.server import gate_of, last_question, scripted_model
+from tests.helpers.server import gate_of, hash_model, last_question, scripted_model
 from tests.helpers.waiting import DEADLINE, eventually
 
 MARKDOWN = """Here is a **function**, with `slicing`:
@@ -274,6 +274,13 @@ def test_an_api_key_is_asked_for_and_used():
         page.save_settings()
         page.wait(lambda: page.text("#model") == "scripted")
         assert page.ask("hello") == "You said: hello"
+
+
+def test_a_model_that_does_not_chat_says_so():
+    with background(hash_model(generates=False)) as server, chromium() as driver:
+        page = Page(driver, server.url)
+        page.wait(lambda: "This model does not chat" in page.text("#messages"))
+        assert "/v1/embeddings" in page.text("#messages") and not page.find("#input").is_enabled()
 
 
 def test_keys_open_and_close_things(page):

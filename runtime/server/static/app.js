@@ -78,6 +78,11 @@ function showMessages() {
 }
 
 function welcome() {
+  if (served?.chat === false) {
+    return element("div", { className: "welcome" }, element("h2", {}, "This model does not chat"),
+                   element("p", {}, served.embedding_size ? "It is served for its API: /v1/embeddings."
+                     : "It has no chat template. It is served for its API: /v1/completions continues texts."));
+  }
   const suggestions = SUGGESTIONS.map(text => {
     const button = element("button", { type: "button" }, text);
     button.onclick = () => send(text);
@@ -319,6 +324,8 @@ async function findModel() {
     served = await askModel(store.settings.key);
     $("model").textContent = served.id;
     $("model").title = `${served.id}, context of ${served.max_model_len} tokens`;
+    $("input").disabled = served.chat === false;
+    if (served.chat === false && !store.current.messages.length) showMessages();
   } catch (error) {
     $("model").textContent = error.message;
   }
