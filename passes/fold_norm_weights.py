@@ -8,6 +8,7 @@ quantised, which would have to be quantised again; a note in the report names th
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
@@ -65,9 +66,9 @@ class _Rewriter(FunctionRewriter):
             return "more than matmuls read it"
         weight = permute.args[0]
         if len(self.users[weight]) != 1 or len(self.users[self.variable_of(permute)]) != 1:
-            return f"{weight.name} has other readers"
+            return "the weight has other readers"
         if not self.fixed.isdisjoint(matrix_tensors(self.recipe_of(weight))):
-            return f"{weight.name} is quantised in the checkpoint"
+            return "the weight is quantised in the checkpoint"
         return None
 
 
@@ -78,8 +79,10 @@ def FoldNormWeights(fixed: frozenset[str] = frozenset()) -> Any:
     def run(mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
         rewriter = _Rewriter(mod, fixed)
         out = rewriter.run()
-        stay = "; ".join(f"{name} ({why})" for name, why in sorted(rewriter.declined.items()))
-        return with_note(out, f"FoldNormWeights: {len(rewriter.folded)} norm weights folded into the next matmul"
-                         + (f"; left alone: {stay}" if stay else ""))
+        stay = Counter(rewriter.declined.values())
+        first = {why: name for name, why in reversed(rewriter.declined.items())}
+        return with_note(out, f"FoldNormWeights: {len(rewriter.folded)} norm weights folded into the next matmul" + "".join(
+            f"; {count} left alone, since {why}: {first[why]}{' and others' if count > 1 else ''}"
+            for why, count in stay.items()))
 
     return run

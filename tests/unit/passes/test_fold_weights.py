@@ -80,12 +80,12 @@ def tied(builder: Any, x: Any, p: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("names, body, fixed, why", [
     (["g", "u", "v"], other_reader, frozenset(), "more than matmuls read it"),
-    (["g", "v"], tied, frozenset(), "v has other readers"),
-    (["g", "u", "v"], two_matmuls("g", "u", "v"), frozenset({"v"}), "v is quantised in the checkpoint")])
+    (["g", "v"], tied, frozenset(), "the weight has other readers"),
+    (["g", "u", "v"], two_matmuls("g", "u", "v"), frozenset({"v"}), "the weight is quantised in the checkpoint")])
 def test_norms_that_stay_are_named(names: list[str], body: Body, fixed: frozenset[str], why: str) -> None:
     before = module(names, body)
     after = check_pass(before, FoldNormWeights(fixed), before)
-    assert notes_of(after) == [f"FoldNormWeights: 0 norm weights folded into the next matmul; left alone: g ({why})"]
+    assert notes_of(after) == [f"FoldNormWeights: 0 norm weights folded into the next matmul; 1 left alone, since {why}: g"]
 
 
 def scaled(u: str, b: str | None, factor: float | None, readers: int = 1) -> Body:
