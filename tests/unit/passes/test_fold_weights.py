@@ -13,7 +13,7 @@ import tvm
 from relaxpack import recipe
 from relaxpack.passes.fold_norm_weights import FoldNormWeights
 from relaxpack.passes.fold_scales import FoldScales
-from relaxpack.passes.rewrite import notes_of
+from relaxpack.passes.rewrite import exported_functions, notes_of, recipes_of
 from relaxpack.recipe import Concat, Filled, FromCheckpoint, Pack, Recipe, ScaleBy, ScaleColumns, matrix_tensors
 from relaxpack.relax_models.quantize import quantize
 from relaxpack.weight_format import FORMATS
@@ -21,6 +21,7 @@ from relaxpack.weights import ParameterMaker, fixed_weights
 from tests.helpers.ir import check_declines, check_pass
 from tests.helpers.plain_kernels import PlainKernels
 from tvm import relax
+from tvm.runtime.vm import VirtualMachine
 
 SHAPES = {"g": [8], "u": [6, 8], "v": [4, 8], "b": [6], "ones.8": [8], "u*norm": [6, 8], "v*norm": [4, 8], "u*0.5": [6, 8],
           "b*0.5": [6], "g*0.5": [8]}
@@ -112,6 +113,27 @@ def test_a_factor_goes_into_weight_and_bias() -> None:
                {"u*0.5": ScaleBy(FromCheckpoint("u"), 0.5), "b*0.5": ScaleBy(FromCheckpoint("b"), 0.5)})
     check_pass(module(["g"], scaled_norm("g", 0.5)), FoldScales(), module(["g", "g*0.5"], scaled_norm("g*0.5", None)),
                {"g*0.5": ScaleBy(FromCheckpoint("g"), 0.5)})
+
+
+def result(mod: tvm.IRModule, x: np.ndarray, maker: ParameterMaker) -> np.ndarray:
+    """The function on x, through TVM's own lowering, with parameters made by their recipes."""
+    (_, func), = exported_functions(mod)
+    recipes = recipes_of(mod)
+    parameters = [maker.make(recipes.get(v.name, FromCheckpoint(v.name)), "float32") for v in func.params[1:]]
+    machine = VirtualMachine(tvm.compile(mod, tvm.target.Target("llvm")), tvm.cpu())
+    return machine["step"](*map(tvm.runtime.tensor, [x, *parameters])).numpy()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("names, body", [(["u", "b"], "linear"), (["g"], "norm")])
+def test_folded_factors_keep_the_numbers(names: list[str], body: str) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal(SHAPES[name]).astype(np.float32) for name in names}
+    maker = ParameterMaker(_Checkpoint(**arrays), PlainKernels())  # type: ignore[arg-type]
+    before = module(names, scaled("u", "b", 0.3) if body == "linear" else scaled_norm("g", 0.3))
+    after = FoldScales()(before)
+    assert "R.multiply" not in after["step"].script() and "R.multiply" in before["step"].script()
+    x = rng.standard_normal((4, 8)).astype(np.float32)
+    np.testing.assert_allclose(result(after, x, maker), result(before, x, maker), rtol=0, atol=2e-6)
 
 
 def test_factors_that_stay() -> None:
