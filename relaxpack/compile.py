@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,6 +36,7 @@ from relaxpack.recipe import Pack
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.schedules.cuda_compile import check_library
+from relaxpack.storage_summary import storage_summary
 from relaxpack.target import TargetSpec
 from relaxpack.target_plan import TargetPlan, Targets, plan_targets, target_specs
 from relaxpack.weight_format import WeightFormat
@@ -419,7 +419,8 @@ def _target_entry(plan: TargetPlan, lowered: Lowered, stem: str, shared: dict[st
     return TargetEntry(
         plan.spec, f"lib/{plan.spec.file_stem}.so", stem, tuple(p.name for p in lowered.parameters),
         lowered.functions, lowered.bounds, lowered.buckets,
-        {"arena_bytes": lowered.arena_bytes(), "weight_bytes": _parameter_bytes(lowered), **_storages(lowered)},
+        {"arena_bytes": lowered.arena_bytes(), "weight_bytes": _parameter_bytes(lowered),
+         **storage_summary(lowered.explanation["memory_plan"])},
         lowered.kernel_counts(),
         tuning_records=tuple(lowered.explanation.get("tuning", {}).get("used", ())),
         activation_dtype=plan.activation_dtype, kv_dtype=plan.kv_dtype, shared_params=shared, explain=explain,
@@ -431,22 +432,6 @@ def _libraries(lowered: Lowered) -> dict[str, Any]:
     sources = [kernel["source"] for kernel in lowered.explanation["kernels"]]
     names = Counter(source.partition(":")[2] for source in sources if source.startswith("library:"))
     return {name: {"kernels": count} for name, count in sorted(names.items())}
-
-
-def _storages(lowered: Lowered) -> dict[str, Any]:
-    """Of a target with graphs: bytes of each storage that all graphs share, and what the functions without graphs take in
-    all. Memory that one of these gives back serves the next one's storages of the same size."""
-    plans = lowered.explanation["memory_plan"].values()
-    captured = [sorted(plan["storages"], reverse=True) for plan in plans if plan.get("captured")]
-    if not captured:
-        return {}
-    arena = [max(rank) for rank in zip_longest(*captured, fillvalue=0)]
-    eager: Counter[int] = Counter()
-    for plan in plans:
-        if not plan.get("captured"):
-            eager |= Counter(plan["storages"])
-    results = sum(plan.get("result_bytes", 0) for plan in plans if not plan.get("captured"))
-    return {"arena_storages": arena, "eager_bytes": sum(eager.elements()) + results}
 
 
 def _manifest(checkpoint: Checkpoint, info: ModelInfo, built: Sequence[_Built], options: BuildOptions) -> Manifest:

@@ -16,11 +16,12 @@ from typing import Any
 
 from models import MODELS
 
-from relaxpack.compile import _storages, kernel_provider, pipeline_config
+from relaxpack.compile import kernel_provider, pipeline_config
 from relaxpack.lowering import Lowered, lower_model
 from relaxpack.model_info import ModelInfo
 from relaxpack.recipe import to_json
 from relaxpack.relax_models.export import BuildLimits
+from relaxpack.storage_summary import storage_summary
 from relaxpack.target import parse_target
 from relaxpack.weight_format import FORMATS, WeightFormat
 
@@ -78,7 +79,8 @@ def main() -> None:
                      config.num_kv_heads, config.head_dim, config.vocab_size, limits.max_context, limits.page_size,
                      "bfloat16", "bfloat16", limits.max_batch, limits.prefill_chunk, None, (), False)
     description = {"info": info.to_json(), "buckets": lowered.buckets, "arena_bytes": lowered.arena_bytes(),
-                   "target": target.to_json(), "memory": {"arena_bytes": lowered.arena_bytes(), **_storages(lowered)},
+                   "target": target.to_json(), "memory": {"arena_bytes": lowered.arena_bytes(),
+                                                          **storage_summary(lowered.explanation["memory_plan"])},
                    "rope_theta": config.rope.theta, "epsilon": config.norm_epsilon,
                    "intermediate_size": config.intermediate_size, "tie_embeddings": config.tie_embeddings,
                    "qkv_bias": config.qkv_bias, "kernels": lowered.explanation["kernels"],

@@ -9,7 +9,6 @@ import ctypes
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.compile import _storages
 from relaxpack.dist.bundle import BundleWriter
 from relaxpack.dist.host import Gpu, Host
 from relaxpack.dist.integrity import canonical_json
@@ -35,6 +33,7 @@ from relaxpack.relax_models.rope import RopeConfig
 from relaxpack.runtime import cuda_memory
 from relaxpack.runtime.cuda_model_runner import CudaModelRunner
 from relaxpack.runtime.vm import Library
+from relaxpack.storage_summary import storage_summary
 from relaxpack.target import TargetSpec, host_cpu_features
 from relaxpack.weight_format import FORMATS
 from tests.helpers import graph_stand_ins
@@ -152,7 +151,7 @@ def write_bundle(model: CapturedModel, path: Path) -> Manifest:
     explanation = {"memory_plan": json.loads(str(model.final.attrs[PLAN]))}
     memory = {"arena_bytes": arena_bytes(explanation["memory_plan"]),
               "weight_bytes": sum(p.numpy().nbytes for p in model.parameters),
-              **_storages(SimpleNamespace(explanation=explanation))}  # type: ignore[arg-type]
+              **storage_summary(explanation["memory_plan"])}
     with BundleWriter(path) as writer:
         writer.add_file(f"lib/{target.file_stem}.so", model.path)
         writer.add_bytes("tokenizer/tokenizer.json", tokenizer_json().encode())
