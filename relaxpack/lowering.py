@@ -113,6 +113,10 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
         dump.mkdir(parents=True, exist_ok=True)
         (dump / "0_export.py").write_text(mod.script(show_meta=False))
     rule = rest_rule(target)
+    if records is not None:
+        from relaxpack.tuning.rest import with_records
+
+        rule = with_records(rule, records)
     try:
         final = run_phases(mod, target.to_tvm(), phases(provider, attention, formats, pipeline, rule), observe,
                            observe_pass)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--max-batch", default=8, show_default=True, type=click.IntRange(1), help="As for build.")
 @click.option("--prefill-chunk", default=512, show_default=True, type=click.IntRange(1), help="As for build.")
 @click.option("--kv-dtype", type=click.Choice(["float16", "bfloat16", "float32"]), help="As for build.")
+@click.option("-O", "level", type=click.IntRange(0, 3), default=3, show_default=True, help="As for build.")
 @click.option("--tracker", metavar="HOST:PORT", help="Run candidates on the machines of this RPC tracker of TVM's.")
 @click.option("--key", metavar="KEY", help="Which of the tracker's machines.")
 @click.option("--log", "log_path", type=click.Path(path_type=Path, dir_okay=False),

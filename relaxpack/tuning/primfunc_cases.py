@@ -53,7 +53,7 @@ def primfunc_sets(workload: Workload, seed: int, rotate: int) -> Case:
 def written(func: Any) -> tuple[int, ...]:
     """Which parameters the function's blocks write to."""
     schedule = tvm.s_tir.Schedule(func)
-    stored = set()
+    stored: set[Any] = set()
 
     def visit(block: Any) -> None:
         for child in schedule.get_child_blocks(block):

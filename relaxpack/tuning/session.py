@@ -214,14 +214,14 @@ class TuningSession:
         library = self.measurer.build(task.workload, choice)
         try:
             checked = self._check(task, library)
-            rounds, = self.measurer.time([library], task.workload, task.bucket, SEED, self.limits.trial_rounds,
+            rounds, = self.measurer.time([library], task.workload, task.bucket or 1, SEED, self.limits.trial_rounds,
                                          self.limits.trial_seconds)
         finally:
             self.measurer.discard(library)
         return quick_time(rounds), checked
 
     def _check(self, task: Task, library: str) -> Check:
-        worst, where = self.measurer.check(library, task.workload, task.bucket, SEED)
+        worst, where = self.measurer.check(library, task.workload, task.bucket or 1, SEED)
         if not worst <= 1.0:
             raise CandidateFailed(f"wrong numbers: {worst:.3g} times the allowed error ({where})")
         return Check(SEED, worst, 1.0)
@@ -237,7 +237,8 @@ class TuningSession:
             for choice in choices:
                 libraries.append(self.measurer.build(task.workload, choice))
                 checks.append(self._check(task, libraries[-1]))
-            rounds = self.measurer.time(libraries, task.workload, task.bucket, SEED, DUEL_ROUNDS, self.limits.duel_seconds)
+            rounds = self.measurer.time(libraries, task.workload, task.bucket or 1, SEED, DUEL_ROUNDS,
+                                        self.limits.duel_seconds)
         finally:
             for library in libraries:
                 self.measurer.discard(library)

@@ -7,7 +7,7 @@ every step asked for (a function at a number of rows) counts the same.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -28,9 +28,11 @@ from relaxpack.target import TargetSpec
 from relaxpack.target_plan import plan_targets
 from relaxpack.tuning.candidates import families_for, family_for
 from relaxpack.tuning.cases import CONTEXTS
+from relaxpack.tuning.rest import static_workload
 from relaxpack.tuning_record import Workload
 
 DEFAULTS = BuildOptions()
+_NUMBER = "relaxpack.workload"   # attribute of a function: its place among those that may be tuned
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Task:
 
     kernel: str
     workload: Workload
-    bucket: int
+    bucket: int | None             # rows; None: a PrimFunc of constant shapes
     weight: float
     roofline_us: float
     part: Part | None              # None: a PrimFunc that is tuned by TVM's MetaSchedule
@@ -60,7 +62,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        return f"{self.kernel}@{self.bucket}"
+        return f"{self.kernel}@{self.bucket}" if self.bucket is not None else self.kernel
 
 
 def asked(provider: KernelProvider) -> list[tuple[str, Any, Kernel]]:
@@ -91,7 +93,8 @@ def extract_tasks(model: str | Path, target: TargetSpec, options: BuildOptions =
     pipeline = pipeline_config(target, limits, left_out(options.level, options.disabled_passes))
     attention = attention_spec(checkpoint.config, limits, plan.activation_dtype, plan.kv_dtype)
     module = export_model(checkpoint.config, limits, plan.activation_dtype, plan.kv_dtype, target.kind == "cuda")
-    until = [phase for phase in phases(provider, attention, plan.formats, pipeline, rest_rule(target))
+    rest: list[Workload] = []
+    until = [phase for phase in phases(provider, attention, plan.formats, pipeline, _remembering(rest_rule(target), rest))
              if phase[0] != "finalize"]
     module = run_phases(module, target.to_tvm(), until)
     steps = list(steps) or default_steps(limits.max_batch, limits.prefill_chunk)
@@ -103,8 +106,10 @@ def extract_tasks(model: str | Path, target: TargetSpec, options: BuildOptions =
     machine = machine or machine_for(target.kind, target.arch, target.features)
     families = families_for(target)
     questions = {stage.name: (operation, spec) for operation, spec, kernel in asked(provider) for stage in kernel.stages}
-    tasks = _kernel_tasks(step_table(module), steps, questions, families, machine,
-                          any("vnni" in feature for feature in target.features))
+    functions = {gv.name_hint: rest[int(func.attrs[_NUMBER])] for gv, func in module.functions_items()
+                 if _NUMBER in (func.attrs or {})}
+    tasks = _tasks(step_table(module), steps, functions, questions, families, machine,
+                   any("vnni" in feature for feature in target.features))
     if only is not None:
         pattern = only if "*" in only else f"*{only}*"
         chosen = [task for task in tasks if fnmatch.fnmatchcase(task.kernel, pattern)]
@@ -122,10 +127,23 @@ def roofline_us(cost: KernelCost, family: str, machine: Machine, vnni: bool) -> 
     return max(cost.bytes / machine.bandwidth, cost.flops / (machine.peak * faster)) * 1e6
 
 
-def _kernel_tasks(table: Mapping[str, Sequence[Mapping[str, Any]]], steps: Sequence[Step],
-                  questions: Mapping[str, tuple[str, Any]], families: Mapping[str, KernelFamily],
-                  machine: Machine, vnni: bool) -> list[Task]:
-    tasks: dict[tuple[str, int], Task] = {}
+def _remembering(rule: Callable[[Any], Any | None], found: list[Workload]) -> Callable[[Any], Any | None]:
+    """`rule`, with the functions of constant shapes noted: in `found`, and by their number in an attribute."""
+    def noting(func: Any) -> Any | None:
+        workload, scheduled = static_workload(func), rule(func)
+        if workload is None:
+            return scheduled
+        found.append(workload)
+        return (scheduled if scheduled is not None else func).with_attr(_NUMBER, len(found) - 1)
+
+    return noting
+
+
+def _tasks(table: Mapping[str, Sequence[Mapping[str, Any]]], steps: Sequence[Step], functions: Mapping[str, Workload],
+           questions: Mapping[str, tuple[str, Any]], families: Mapping[str, KernelFamily], machine: Machine,
+           vnni: bool) -> list[Task]:
+    """`functions`: PrimFuncs of TVM's by name; `questions`: what the provider was asked, by kernel."""
+    tasks: dict[tuple[str, int | None], Task] = {}
     context = round(fmean(CONTEXTS))
     for step in steps:
         behind = context if step.function == "decode" else 0
@@ -134,6 +152,11 @@ def _kernel_tasks(table: Mapping[str, Sequence[Mapping[str, Any]]], steps: Seque
         costs = step_costs(calls, {}, machine, step.rows, behind or step.rows)
         total = sum(cost.seconds for cost in costs) or 1.0
         for call, cost in zip(calls, costs, strict=True):
+            if (workload := functions.get(cost.kernel)) is not None:
+                task = tasks.setdefault((workload.hash, None), Task(cost.kernel, workload, None, 0.0, cost.seconds * 1e6,
+                                                                    None, cost.shape))
+                task.weight += cost.seconds / total / len(steps)
+                task.calls[step.name] = task.calls.get(step.name, 0) + 1
             if cost.kernel not in questions:
                 continue
             operation, spec = questions[cost.kernel]

@@ -41,7 +41,7 @@ def search(func: Any, target: TargetSpec, folder: Path, trials: int, try_candida
     if left <= 0:
         return
     context = ms.TuneContext(mod=module, target=tvm_target, space_generator="post-order-apply",
-                             search_strategy="evolutionary", task_name="main", num_threads=1, rand_state=seed + 1)
+                             search_strategy=_evolution(ms, left), task_name="main", num_threads=1, rand_state=seed + 1)
     try:
         ms.tune.tune_tasks(tasks=[context], task_weights=[1.0], work_dir=str(folder), max_trials_global=left,
                            num_trials_per_iter=min(_PER_ROUND, left), builder=builder, runner=runner, database=database,
@@ -52,6 +52,13 @@ def search(func: Any, target: TargetSpec, folder: Path, trials: int, try_candida
             raise
     if interrupted and not isinstance(interrupted[0], Stopped):
         raise interrupted[0]
+
+
+def _evolution(ms: Any, trials: int) -> Any:
+    """TVM's default breeds 512 schedules for every round of trials, which takes longer than a few trials do."""
+    population = max(32, min(512, 8 * trials))
+    return ms.search_strategy.EvolutionarySearch(population_size=population, init_measured_ratio=0.2,
+                                                 init_min_unmeasured=min(50, population // 2))
 
 
 def known_trials(folder: Path) -> int:
