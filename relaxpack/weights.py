@@ -24,8 +24,9 @@ Weight = np.ndarray | QuantizedTensor
 
 def choose_formats(checkpoint: Checkpoint, weights: str, activation_dtype: str = "float32") -> dict[str, WeightFormat]:
     """Weight format of every matrix of the checkpoint under `--weights`. `as-is` keeps what the checkpoint has; `q4`
-    keeps 4-bit tensors as they are and makes the rest q4_1 (embedding table and head q8_0); a tensor whose rows do not
-    divide into groups stays f16. Where activations have 16 bits (GPUs), float weights take the activation dtype."""
+    keeps 4-bit tensors as they are and makes the rest q4_1, `fp8` keeps what has 8 bits or fewer (embedding table and head
+    become q8_0 in both); a tensor whose rows do not divide into groups becomes f16. Where activations have 16 bits (GPUs),
+    float weights take the activation dtype."""
     if weights not in WEIGHTS:
         raise UsageError(f"weights {weights!r}: expected one of {', '.join(WEIGHTS)}")
     chosen = {name: _choose(name, info.shape, info.format, weights)
@@ -47,7 +48,7 @@ def _choose(name: str, shape: tuple[int, ...], stored: WeightFormat, weights: st
     if weights not in WEIGHT_CHOICES:
         return FORMATS[weights]
     table = name in ("model.embed_tokens.weight", "lm_head.weight")
-    wanted = WEIGHT_CHOICES["q8" if table and weights == "q4" else weights]
+    wanted = WEIGHT_CHOICES["q8" if table else weights]
     if stored.quantized and (stored.bits == wanted.bits or stored.bits < wanted.bits):
         return stored
     return wanted if shape[1] % wanted.group_size == 0 else FORMATS["f16"]

@@ -157,6 +157,7 @@ class Drift:
 BOUNDS = {
     "as-is": Drift(mean_kl=0.004, max_kl=0.1, top1=0.95, top20=2.5),
     "q8": Drift(mean_kl=0.004, max_kl=0.1, top1=0.95, top20=2.5),
+    "fp8": Drift(mean_kl=0.02, max_kl=0.4, top1=0.93, top20=4.0),
     "f16": Drift(mean_kl=4e-6, max_kl=1e-4, top1=0.995, top20=0.06),
 }
 DRIFT_PROMPTS = ("raw fact", "chat fact", "json", "several pages")
@@ -164,7 +165,7 @@ DRIFT_PROMPTS = ("raw fact", "chat fact", "json", "several pages")
 
 @pytest.fixture(scope="module")
 def float_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 as a float16 Hugging Face folder, as if it had never been quantised: gives q8 something to quantise."""
+    """SmolLM2 as a float16 Hugging Face folder, as if it had never been quantised: q8 and fp8 have something to quantise."""
     checkpoint, folder = open_checkpoint("smollm2"), tmp_path_factory.mktemp("float")
     c, assets = checkpoint.config, checkpoint.assets
     save_file({name: value.astype(np.float16) for name, value in dequantized(checkpoint).items()},
@@ -203,9 +204,10 @@ def drift(reference: np.ndarray, other: np.ndarray) -> Drift:
 @pytest.mark.parametrize("weights", BOUNDS)
 def test_drift_of_other_formats(told: Told, smollm2: Callable[[str], Path], float_checkpoint: Path, tmp_path: Path,
                                 weights: str, record_property: Callable[[str, object], None]) -> None:
-    if weights == "q8":
+    quantised = weights in ("q8", "fp8")
+    if quantised:
         build_bundle(float_checkpoint, tmp_path / "b", options=BuildOptions(weights=weights, max_context=1024))
-    model = load_model(tmp_path / "b" if weights == "q8" else smollm2(weights))
+    model = load_model(tmp_path / "b" if quantised else smollm2(weights))
     for decode in (False, True):
         found = drift(logits_of(told.model, told, decode), logits_of(model, told, decode))
         record_property("decode" if decode else "prefill", found)
@@ -215,9 +217,9 @@ def test_drift_of_other_formats(told: Told, smollm2: Callable[[str], Path], floa
         assert found.top1 >= bound.top1 and found.top20 <= bound.top20
 
 
-@pytest.mark.parametrize("weights", ["q4", "q8"])
+@pytest.mark.parametrize("weights", ["q4", "q8", "fp8"])
 def test_what_is_as_coarse_already_stays(smollm2: Callable[[str], Path], weights: str) -> None:
-    """So the drift of `as-is` is that of q4 and q8 for this checkpoint."""
+    """So the drift of `as-is` is that of q4, q8 and fp8 for this checkpoint."""
     checkpoint = open_checkpoint("smollm2")
     assert choose_formats(checkpoint, weights) == choose_formats(checkpoint, "as-is")
 
