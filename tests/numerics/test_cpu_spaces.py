@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from relaxpack.target import TargetSpec, host_cpu_features, parse_target
 from relaxpack.tuning.candidates import families_for, family_for
 from relaxpack.tuning.jobs import check, compile_candidate
 from relaxpack.tuning.specs import family_and_spec
+from relaxpack.tuning.verify import verify
 from relaxpack.tuning_record import TuningRecord, Workload
 from relaxpack.weight_format import FORMATS
 from tests.helpers.tuning_records import record
@@ -123,7 +125,7 @@ def test_prefill_kernels_are_looked_up_by_the_chunk() -> None:
     ({"kind": "parameters", "parameters": {"tiles": (2,)}}, "parameters tiles does not belong"),    # of another part
     ({"kind": "parameters", "parameters": {"prefetch": "far"}}, "prefetch is 'far', not a int"),
     ({"kind": "trace", "trace": [[], []]}, "a trace does not belong"),
-    ({"kind": "library", "library": "cublaslt", "parameters": {}}, "a library does not belong")])
+    ({"kind": "library", "library": "cublaslt", "parameters": {}}, "parameters library does not belong")])
 def test_a_record_that_does_not_fit_is_rejected_by_name_and_the_rule_stands(choice: dict[str, Any], reason: str) -> None:
     bad = record(bucket=1, choice=choice)
     known = Known(bad)
@@ -133,3 +135,14 @@ def test_a_record_that_does_not_fit_is_rejected_by_name_and_the_rule_stands(choi
 
 def test_sizes_that_are_looked_for() -> None:
     assert bucket_sizes(1) == [1] and bucket_sizes(8) == [8, 4, 2, 1] and bucket_sizes(6) == [6, 4, 2, 1]
+
+
+def test_a_record_is_verified_on_this_machine() -> None:
+    target = replace(parse_target("cpu"), threads=1)
+    facts = {"kind": "cpu", "arch": target.arch, "features": target.features, "threads": 1}
+    workload = families_for(target)["cpu.norm"].workload(NormSpec(64, 1e-5, "float32", False))
+    real = replace(record(parameters={"chains": 2}, bucket=1, target=facts), workload=workload)
+    assert verify(real, retime=False).status == "good"
+    strange = replace(real, choice={"kind": "parameters", "parameters": {"chians": 2}})
+    verdict = verify(strange, retime=False)
+    assert verdict.status == "failed" and "NormTuning has no parameter chians" in verdict.reason
