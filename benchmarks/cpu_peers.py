@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct on the CPU: relaxpack beside llama.cpp and OpenVINO GenAI, the same GGUF, the same threads.
 
     python benchmarks/cpu_peers.py --bundle build/smollm2.bundle [--repeats 5] [--out benchmarks/results/NAME.json]
+    python benchmarks/cpu_peers.py --bundle build/smollm2.bundle --tuned TUNED.bundle    # before and after tuning
 
 Each system runs in a process of its own, in turn (A B C A B C ...), so that a machine that drifts drifts for all.
 Prompts are random token ids, the same for all; decode is greedy. Reported: the median over the rounds of prefill and
@@ -140,6 +141,7 @@ def environment(threads: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", required=True)
+    parser.add_argument("--tuned", help="the same model built with tuning records, in the same rounds")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
@@ -149,9 +151,13 @@ def main() -> None:
         print(json.dumps(SYSTEMS[args.one][1](args.bundle, args.threads)))
         return
     present = [s for s, (module, _) in SYSTEMS.items() if importlib.util.find_spec(module)]
+    bundles = {s: args.bundle for s in present} | ({"relaxpack, tuned": args.tuned} if args.tuned else {})
     report: dict[str, Any] = {"environment": environment(args.threads), "new_tokens": NEW_TOKENS, "rounds": []}
     for _ in range(args.repeats):
-        report["rounds"].append({system: measure(system, args.bundle, args.threads) for system in present})
+        report["rounds"].append({name: measure(name.partition(",")[0], bundle, args.threads)
+                                 for name, bundle in bundles.items()})
+    missing = [s for s in SYSTEMS if s not in present]
+    present = list(bundles)
     keys = list(report["rounds"][0]["relaxpack"])
     print(f"{'tok/s (median of rounds)':26s}" + "".join(f"{s:>16s}" for s in present) + "   x llama.cpp")
     report["median"] = {}
@@ -163,8 +169,11 @@ def main() -> None:
             ratio = statistics.median(r["relaxpack"][key] / r["llama.cpp"][key] for r in report["rounds"])
             report["median"][key]["ratio_to_llama.cpp"] = ratio
             line += f"{ratio:14.2f}"
+        if args.tuned:
+            gain = statistics.median(r["relaxpack, tuned"][key] / r["relaxpack"][key] for r in report["rounds"])
+            report["median"][key]["tuned_to_untuned"] = gain
+            line += f"{gain:10.2f} tuned / untuned"
         print(line)
-    missing = [s for s in SYSTEMS if s not in present]
     if missing:
         print("not installed: " + ", ".join(missing) + " (pip install --group bench)")
     if args.out and missing:
