@@ -168,11 +168,11 @@ class Bench:
             return sets, None
         rng = np.random.default_rng(seed)
         span = {"q4_0": (0, 16), "q4_1": (0, 16), "q4_k": (0, 16), "q5_0": (-16, 16), "q5_1": (0, 32), "q5_k": (0, 32),
-                "q6_k": (-32, 32), "q8_0": (-128, 128)}[fmt.name]
-        groups = (n, k // fmt.group_size)
+                "q6_k": (-32, 32), "q8_0": (-128, 128), "fp8": (0, 127), "fp8_block": (0, 127)}[fmt.name]
+        groups, sign = (n, fmt.groups(k)), rng.integers(0, 2, (n, k)) * 128 if fmt.e4m3 else 0
         canonical = QuantizedTensor(
-            fmt, rng.integers(*span, (n, k)).astype(np.int8 if fmt.signed else np.uint8),
-            (rng.random(groups) * 0.02 + 0.001).astype(fmt.scale_dtype),
+            fmt, (rng.integers(*span, (n, k)) + sign).astype(np.int8 if fmt.signed else np.uint8),
+            ((rng.random(groups) * 0.02 + 0.001) * (0.1 if fmt.e4m3 else 1)).astype(fmt.scale_dtype),
             (rng.standard_normal(groups) * 0.05).astype(fmt.scale_dtype) if fmt.minimum == "stored" else None)
         buffers = [torch.from_numpy(array.view(np.int32) if array.dtype == np.uint32 else array).cuda()
                    for array in pack(layout, canonical).values()]

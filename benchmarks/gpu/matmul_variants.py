@@ -50,10 +50,11 @@ def check_variants() -> list[dict[str, Any]]:
                   variant("many", (1072, 584), "bfloat16", "float32", check=many, tile_n=128, cluster=2, **extra),
                   variant("few", (1072, 584), "bfloat16", "float32", check=few, columns=32, split=3, **extra),
                   variant("rows", (1072, 584), "bfloat16", "float32", check=few, columns=8, warps=4, **extra)]
-    for weight in ("q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0"):
+    for weight in ("q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "fp8", "fp8_block"):
+        instruction = {"convert": True} if weight.startswith("fp8") else {}     # of sm_89 and newer, for float16
         found += [variant("quant", (1072, 576), "bfloat16", "float32", weight, check=few[:9], columns=8),
                   variant("quant", (1072, 1088), "float16", None, weight, check=few[:9], columns=16, strips=2, bias=True,
-                          swiglu=True, dependent_launch=True),
+                          swiglu=True, dependent_launch=True, **instruction),
                   variant("dequantize", (1072, 576), "bfloat16", None, weight, check=(0,))]
         found.append(variant("quant", (1072, 1088), "bfloat16", "float32", weight, check=few[:9], columns=8, warps=4,
                              ahead=True, residual=True, dependent_launch=True))
@@ -63,7 +64,7 @@ def check_variants() -> list[dict[str, Any]]:
                       variant("few_quant", (1072, 2048), "bfloat16", "float32", weight, check=more, columns=64, strips=2,
                               split=4, residual=True, dependent_launch=True),
                       variant("few_quant", (1072, 1088), "float16", None, weight, check=more, columns=32, strips=2, split=3,
-                              bias=True, swiglu=True)]
+                              bias=True, swiglu=True, **instruction)]
     return found
 
 
@@ -110,7 +111,8 @@ def quant_variants() -> list[dict[str, Any]]:
         if not linear.startswith("8b") and linear != "1b.gate_up":
             continue
         out = "float32" if linear.endswith("head") else None
-        for weight in ("q4_0", "q4_1", "q4_k", "q6_k", "q8_0") if linear in ("8b.o", "8b.gate_up") else ("q4_0",):
+        every = ("q4_0", "q4_1", "q4_k", "q6_k", "q8_0", "fp8", "fp8_block")
+        for weight in every if linear in ("8b.o", "8b.gate_up") else ("q4_0",):
             common: dict[str, Any] = {"linear": linear, "swiglu": swiglu, "dependent_launch": True, "weight": weight}
             for warps, unroll, ahead in ((16, 2, True), (8, 2, True), (8, 2, False), (4, 4, False)):
                 found.append(variant("quant", (n, k), out_dtype=out, rows=(1, 8), columns=8, warps=warps, unroll=unroll,
@@ -122,7 +124,7 @@ def quant_variants() -> list[dict[str, Any]]:
                         if 60 <= blocks * split <= 300 or (split == 1 and blocks > 300):
                             found.append(variant("few_quant", (n, k), out_dtype=out, rows=(columns,), columns=columns,
                                                  strips=strips, split=split, **common))
-    for weight in ("q4_0", "q8_0"):
+    for weight in ("q4_0", "q8_0", "fp8"):
         found.append(variant("dequantize", (28672, 4096), weight=weight, rows=(0,), linear="8b.gate_up"))
     return found
 
