@@ -6,6 +6,7 @@ times out, and a candidate is only worth a time if its numbers are right.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.errors import EnvironmentProblem
 from relaxpack.target import TargetSpec
 
 FAILED_SECONDS = 1e10     # what TVM's database notes for a candidate that did not run
@@ -31,6 +33,8 @@ def search(func: Any, target: TargetSpec, folder: Path, trials: int, try_candida
     """
     from tvm.s_tir import meta_schedule as ms
 
+    if missing := [name for name in ("xgboost", "psutil") if importlib.util.find_spec(name) is None]:
+        raise EnvironmentProblem(f"MetaSchedule's search needs {' and '.join(missing)}: pip install 'relaxpack[tuning]'")
     logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.WARNING)
     builder, runner, interrupted = _measuring(ms, try_candidate, stop)
     module = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})

@@ -11,6 +11,7 @@ import pytest
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.compile import BuildOptions, build_bundle
 from relaxpack.dist.tuning.store import open_store
+from relaxpack.errors import EnvironmentProblem
 from relaxpack.fingerprint import compiler_fingerprint, target_fingerprint
 from relaxpack.schedules.tuning.metaschedule import best_traces, known_trials, search
 from relaxpack.target import parse_target
@@ -121,3 +122,13 @@ def test_a_build_takes_the_trace_and_names_what_it_does_not_take(tmp_path: Path)
     rejected, = explained["tuning"]["rejected"]
     assert rejected["record"] == bad.id and "no longer loads" in rejected["reason"]
     assert list(explained["tuning"]["used"]) == [good.id]
+
+
+def test_without_its_cost_model_the_search_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xgboost" else found(name))
+    with pytest.raises(EnvironmentProblem, match=r"needs xgboost: pip install 'relaxpack\[tuning\]'"):
+        search(matmul(), TARGET, tmp_path / "ms", 1, lambda module: 1.0, lambda: False)
+    assert not (tmp_path / "ms").exists()
