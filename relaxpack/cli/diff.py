@@ -16,6 +16,7 @@ from relaxpack.errors import UsageError
 from relaxpack.explain_diff import step_differences
 
 _MOST = 40   # fields shown; --json has all
+_LONG = 30   # options that are no title of a column any more
 
 
 @click.command(short_help="Compare two bundles, or one model built with two sets of options.")
@@ -56,7 +57,7 @@ def _diff_options(model: str, left: str, right: str, target: str, as_json: bool)
         click.echo("equal")
     else:
         out = console()
-        names = (left or "defaults", right or "defaults")
+        names = (left or "defaults", right or "defaults") if max(len(left), len(right)) < _LONG else ("left", "right")
         out.print(table("Options", ("", *names), [(n, *map(_text, values)) for n, values in found["options"].items()]))
         out.print()
         _print_step(found, *names)
