@@ -66,6 +66,18 @@ def test_audit_says_that_only_weights_are_used(tmp_path: Path) -> None:
     assert audit.status("config.json", "quantization_config.config_groups.group_0.weights.strategy") == "used"
 
 
+def test_scales_of_the_cache_are_left_alone(tmp_path: Path) -> None:
+    """Keys and values have a dtype of their own here; a dense sparsity_config says nothing."""
+    _, stored = write_fp8_checkpoint(tmp_path / "m", "channel")
+    scales = {f"model.layers.0.self_attn.{name}_scale": np.ones(1, np.float32) for name in "kv"}
+    change(tmp_path / "m", stored, scales)
+    configure(tmp_path / "m", "kv_cache_scheme", value={"num_bits": 8, "type": "float"})
+    configure(tmp_path / "m", "sparsity_config", value={"format": "dense"})
+    checkpoint = open_checkpoint(tmp_path / "m")
+    assert not set(scales) & set(checkpoint.tensors)
+    assert checkpoint.audit.status("config.json", "quantization_config.kv_cache_scheme") == "ignored"
+
+
 def test_equal_fp8_head_and_table_are_one(tmp_path: Path) -> None:
     _, stored = write_fp8_checkpoint(tmp_path / "m", "channel", table=True)
     table = {"lm_head.weight" + end: stored["model.embed_tokens.weight" + end] for end in ("", "_scale")}
