@@ -42,7 +42,8 @@ _FOREIGN_QUANTIZED = 2.5
 
 
 def foreign_tolerance(weight_formats: Iterable[str], activation_dtype: str) -> float:
-    """Tolerance for a target whose answers another target gave at build."""
+    """Tolerance for a target with these activations whose answers another one gave at build, with weights in
+    `weight_formats`."""
     values = [0.0 if name in _TOLERANCE else _FOREIGN_QUANTIZED for name in weight_formats]
     return max([_FOREIGN.get(activation_dtype, _FOREIGN_QUANTIZED), *values])
 

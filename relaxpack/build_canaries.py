@@ -1,8 +1,8 @@
 """Canaries at build: the prompts, the model that answers them here, and what each target of the bundle is held to.
 
 A target that this machine can run answers for itself. For the others (a GPU's code, built where there is no GPU) the
-answers come from a CPU: the bundle's own CPU target, or the same weights lowered for this CPU and thrown away after,
-where that is cheap. The same run watches for values that a float16 target could not hold.
+answers come from a CPU: the bundle's own CPU target, or the same numbers lowered for this CPU in float32 and thrown away
+after, where that is cheap. The same run watches for values that a float16 target could not hold.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from relaxpack.errors import CompileError, RelaxpackError
 from relaxpack.model_info import ModelInfo
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.target import parse_target
-from relaxpack.target_plan import TargetPlan, plan_targets
-from relaxpack.weights import ParameterMaker
+from relaxpack.target_plan import TargetPlan
+from relaxpack.weight_format import FORMATS
+from relaxpack.weights import FLOAT16_MAX, ParameterMaker
 
 if TYPE_CHECKING:
     from relaxpack.relax_models.checkpoint import Checkpoint
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 CANARY_TEXTS = {"plain": "The capital of France is", "code": "def fibonacci(n):\n    ",
                 "unicode": "今日は、世界。 Grüße 👋"}
 REFERENCE_BYTES = 4_000_000_000     # weights beyond this are not lowered a second time for a reference
-FLOAT16_MAX = 65504.0
 Stage = Callable[[str, int | None], AbstractContextManager[None]]
 
 
@@ -69,18 +69,19 @@ class _Witness:
 
 
 def record_canaries(writer: BundleWriter, built: Sequence[BuiltTarget], checkpoint: Checkpoint, info: ModelInfo,
-                    limits: BuildLimits, weights: str, functions: tuple[bool, bool], stage: Stage) -> Recorded:
+                    limits: BuildLimits, functions: tuple[bool, bool], stage: Stage) -> Recorded:
     """Write canary.json, if any model of these weights runs here. `functions`: whether the model generates, and whether it
     embeds. Raises CompileError where a float16 target would overflow, and where the answers are not finite."""
     own = next((one for one in built if not reasons_against(one.plan.spec, detect_host())), None)
     halves = [one.plan.spec.name for one in built if one.plan.activation_dtype == "float16"]
     with stage("canaries", len(CANARY_TEXTS)):
         try:
-            witness = _own(writer, own, info) if own else _reference(writer, checkpoint, info, limits, weights, functions)
+            witness = _own(writer, own, info) if own else _reference(writer, checkpoint, built[0].plan, info, limits,
+                                                                     functions)
         except _NotAffordable as reason:
             return Recorded(tuple(dataclasses.replace(one.entry, canary=CanaryOrigin(reason=str(reason)).to_json())
                                   for one in built), str(reason))
-        canaries, extreme = _answers(witness, checkpoint, bool(halves))
+        canaries, extreme = _answers(witness, checkpoint, halves)
         if extreme is not None and extreme.value > FLOAT16_MAX:
             raise CompileError(f"{', '.join(halves)}: activations do not fit into float16, which ends at 65504: {extreme}; "
                                "build with --dtype bfloat16")
@@ -89,7 +90,7 @@ def record_canaries(writer: BundleWriter, built: Sequence[BuiltTarget], checkpoi
 
 
 def _origin(plan: TargetPlan, witness: _Witness) -> CanaryOrigin:
-    formats = {fmt.name for fmt in (*plan.formats.values(), *witness.plan.formats.values())}
+    formats = {fmt.name for fmt in witness.plan.formats.values()}
     if plan.spec.name == witness.name:
         return CanaryOrigin(witness.name, tolerance(formats, plan.activation_dtype))
     return CanaryOrigin(witness.name, foreign_tolerance(formats, plan.activation_dtype))
@@ -108,16 +109,17 @@ def _own(writer: BundleWriter, one: BuiltTarget, info: ModelInfo) -> _Witness:
     return _Witness(one.plan.spec.name, one.plan, runner)
 
 
-def _reference(writer: BundleWriter, checkpoint: Checkpoint, info: ModelInfo, limits: BuildLimits, weights: str,
+def _reference(writer: BundleWriter, checkpoint: Checkpoint, target: TargetPlan, info: ModelInfo, limits: BuildLimits,
                functions: tuple[bool, bool]) -> _Witness:
-    """The same weights for this CPU, in the writer's scratch folder. Raises _NotAffordable."""
+    """The weights of a target for this CPU, in the writer's scratch folder. Quantised ones are unpacked, for with them a CPU
+    would round activations. Raises _NotAffordable."""
     from relaxpack.lowering import lower_model
     from relaxpack.runtime.load import make_runner
     from relaxpack.schedules.kernels.cpu.provider import CpuKernels
 
-    (plan,) = plan_targets([parse_target("cpu")], checkpoint, weights, None, None)
-    size = int(sum(math.prod(checkpoint.tensors[name].shape) * fmt.bytes_per_weight()
-                   for name, fmt in plan.formats.items()))
+    formats = {name: FORMATS["f16"] if fmt.quantized else fmt for name, fmt in target.formats.items()}
+    plan = TargetPlan(parse_target("cpu"), "float32", "float32", formats)
+    size = int(sum(math.prod(checkpoint.tensors[name].shape) * fmt.bytes_per_weight() for name, fmt in formats.items()))
     if size > REFERENCE_BYTES:
         raise _NotAffordable(f"no target runs on the machine that built it, and a CPU reference of {size / 1e9:.1f} GB is "
                              "not made")
@@ -135,7 +137,8 @@ def _reference(writer: BundleWriter, checkpoint: Checkpoint, info: ModelInfo, li
     folder.mkdir()
     library = folder / "reference.so"
     lowered.executable.export_library(str(library), workspace_dir=str(folder))
-    params, maker = ParamsWriter(folder, "reference", writer.require_space), ParameterMaker(checkpoint, provider)
+    params = ParamsWriter(folder, "reference", writer.require_space)
+    maker = ParameterMaker(checkpoint, provider, target.formats)
     for p in lowered.parameters:
         params.add(p.name, {"": maker.make(p.recipe, p.dtype)})
     params.close()
@@ -145,13 +148,14 @@ def _reference(writer: BundleWriter, checkpoint: Checkpoint, info: ModelInfo, li
     return _Witness(plan.spec.name, plan, make_runner(library, entry, here, [reader[name] for name in params.names]))
 
 
-def _answers(witness: _Witness, checkpoint: Checkpoint, watch: bool) -> tuple[CanarySet, Extreme | None]:
+def _answers(witness: _Witness, checkpoint: Checkpoint, halves: Sequence[str]) -> tuple[CanarySet, Extreme | None]:
+    """Also the largest activation, where `halves` (names of float16 targets) want to know it."""
     from relaxpack.runtime.canaries import record
 
     formats = {fmt.name for fmt in witness.plan.formats.values()}
     allowed = tolerance(formats, witness.plan.activation_dtype)
     found = prompts(checkpoint, witness.runner.max_context)
-    if not watch or witness.plan.spec.kind != "cpu":     # a GPU's own numbers are float16 and checked for being finite
+    if not halves or witness.plan.spec.kind != "cpu":     # a GPU's own numbers are float16 and checked for being finite
         return record(witness.runner, found, allowed), None
     from relaxpack.runtime.value_range import watch_values
 

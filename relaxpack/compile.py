@@ -191,7 +191,7 @@ def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
         _write_text_members(writer, checkpoint)
         functions = options.embeddings != "only", options.embeddings != "none"
         recorded = record_canaries(writer, [BuiltTarget(one.plan, one.entry, one.library) for one in built], checkpoint,
-                                   info, limits, options.weights, functions, stage)
+                                   info, limits, functions, stage)
         built = [dataclasses.replace(one, entry=entry) for one, entry in zip(built, recorded.entries, strict=True)]
         with stage("bundle"):
             manifest = writer.finish(_manifest(checkpoint, info, built, options))

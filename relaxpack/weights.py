@@ -5,11 +5,12 @@ execution of recipes, one parameter at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from relaxpack.errors import UsageError
+from relaxpack.errors import CompileError, UsageError
 from relaxpack.kernel_spec import KernelProvider
 from relaxpack.recipe import Concat, Filled, FromCheckpoint, Pack, Recipe, RopeTable, ScaleBy, ScaleColumns
 from relaxpack.relax_models.quantize import WEIGHT_CHOICES, quantize
@@ -18,6 +19,7 @@ from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
 if TYPE_CHECKING:
     from relaxpack.relax_models.checkpoint import Checkpoint
 
+FLOAT16_MAX = 65504.0
 WEIGHTS = ("as-is", "q4", "q8", "fp8", "f16", "bf16", "f32")
 Weight = np.ndarray | QuantizedTensor
 
@@ -68,6 +70,11 @@ def _as_float(array: np.ndarray, dtype: str) -> np.ndarray:
         import ml_dtypes
 
         return array.astype(ml_dtypes.bfloat16)
+    if dtype == "float16" and array.dtype != np.float16 and array.size:
+        largest = float(np.abs(array).max())
+        if FLOAT16_MAX < largest < np.inf:
+            raise CompileError(f"a weight of {largest:.3g} does not fit into float16, which ends at 65504: build with "
+                               "--dtype bfloat16 (GPU), or --weights bf16 or f32 (CPU)")
     return array.astype(dtype)
 
 
@@ -88,10 +95,12 @@ def rope_table(recipe: RopeTable) -> np.ndarray:
 
 
 class ParameterMaker:
-    """Executes recipes. Buffers of one packed weight follow each other, so the last packing is kept."""
+    """Executes recipes. Buffers of one packed weight follow each other, so the last packing is kept. `through`: formats that
+    the checkpoint's tensors take first, so that a weight has the numbers of another build."""
 
-    def __init__(self, checkpoint: Checkpoint, provider: KernelProvider) -> None:
-        self._checkpoint, self._provider = checkpoint, provider
+    def __init__(self, checkpoint: Checkpoint, provider: KernelProvider,
+                 through: Mapping[str, WeightFormat] = MappingProxyType({})) -> None:
+        self._checkpoint, self._provider, self._through = checkpoint, provider, through
         self._last: tuple[Pack, Mapping[str, np.ndarray]] | None = None
 
     def make(self, recipe: Recipe, dtype: str) -> np.ndarray:
@@ -117,6 +126,8 @@ class ParameterMaker:
     def _weight(self, recipe: Recipe, wanted: WeightFormat | None) -> Weight:
         if isinstance(recipe, FromCheckpoint):
             weight = self._checkpoint.read(recipe.tensor)
+            if recipe.tensor in self._through:
+                weight = convert(weight, self._through[recipe.tensor])
             return weight if wanted is None else convert(weight, wanted)
         if isinstance(recipe, Concat):
             return _concat([self._weight(part, wanted) for part in recipe.parts])
