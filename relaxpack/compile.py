@@ -203,7 +203,18 @@ def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
             report.warnings.append(problem)
     if recorded.missing:
         report.warnings.append(f"the bundle has no canaries: {recorded.missing}")
+    report.warnings += [text for one in built if (text := _not_used(one))]
     return report
+
+
+def _not_used(one: BuiltTarget) -> str:
+    """That the databases know other answers for this target's kernels, or ""."""
+    rejected = one.lowered.explanation.get("tuning", {}).get("rejected", [])
+    if not rejected:
+        return ""
+    (reason, _), *others = Counter(record["reason"] for record in rejected).most_common()
+    return (f"{len(rejected)} tuning records of the kernels of {one.plan.spec.name} are not used: {reason}"
+            + (" and other reasons" if others else "") + "; `relaxpack explain` lists them")
 
 
 Stage = Callable[[str, int | None], AbstractContextManager[None]]
