@@ -207,7 +207,7 @@ def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
     return report
 
 
-def _not_used(one: BuiltTarget) -> str:
+def _not_used(one: _Built) -> str:
     """That the databases know other answers for this target's kernels, or ""."""
     rejected = one.lowered.explanation.get("tuning", {}).get("rejected", [])
     if not rejected:
