@@ -34,6 +34,8 @@ def chromium(*, dark: bool = False, mobile: bool = False) -> Iterator[Any]:
         options.binary_location = browser
         for flag in (*_FLAGS, f"--user-data-dir={profile}"):
             options.add_argument(flag)
+        # It begins with an empty page: its own first page may log that the machine is slow.
+        options.add_experimental_option("prefs", {"session": {"restore_on_startup": 4, "startup_urls": ["about:blank"]}})
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         service = webdriver.ChromeService(driver, env={**os.environ, "SE_OFFLINE": "true"})
         session = webdriver.Chrome(options=options, service=service)
