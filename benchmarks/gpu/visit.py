@@ -102,7 +102,8 @@ def _run_one(section: Section, folder: Path, limit: float) -> dict[str, Any]:
     made = folder / f"visit-{section.name}.json"
     made.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-                   "RELAXPACK_GPU_BUNDLE": str(folder / "smollm2.bundle"), "RELAXPACK_GPU_KERNELS": str(folder / "kernels")}
+                   "RELAXPACK_GPU_BUNDLE": str(folder / "smollm2.bundle"), "RELAXPACK_GPU_KERNELS": str(folder / "kernels"),
+                   "RELAXPACK_GPU_ATTENTION": str(folder / "attention")}
     begin = time.monotonic()
     try:
         done = subprocess.run(section.command(folder, made), cwd=ROOT, env=environment, capture_output=True, text=True,
@@ -144,6 +145,7 @@ def prepare(folder: Path, max_batch: int = 128) -> None:
         "smollm2-f32.bundle": bundle("smollm2-f32.bundle", "--weights", "f32", "--max-context", 1024),
         "smollm2.npz": _python(HERE / "check_bundle.py", "reference", folder / "smollm2-f32.bundle", folder / "smollm2.npz"),
         "kernels": _python("-m", "benchmarks.gpu.kernels_matmul", "build", folder / "kernels", "check", "chain"),
+        "attention": _python("-m", "tests.helpers.attention_builds", folder / "attention"),
         f"{SMALL}-bf16.so": _python(HERE / "build_models.py", folder, "--model", SMALL),
         f"{MODEL}-bf16.so": _python(HERE / "build_models.py", folder, "--model", MODEL, "--max-batch", max_batch),
     }

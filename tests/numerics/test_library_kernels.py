@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +18,7 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.compile import _libraries
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import Kernel, LinearSpec
 from relaxpack.relax_models.export import BuildLimits
@@ -117,6 +119,13 @@ def test_only_what_was_chosen_is_called() -> None:
     assert chosen.linear(SPEC).source == "library:cublaslt"
     assert chosen.linear(replace(SPEC, max_rows=8)).source.startswith("rule:")
     assert chosen.linear(SPEC) is chosen.linear(SPEC)
+
+
+def test_a_manifest_names_the_library() -> None:
+    kernels = [{"name": "a", "source": "library:cublaslt"}, {"name": "b", "source": "rule:cuda.norm"},
+               {"name": "c", "source": "library:cublaslt"}]
+    assert _libraries(SimpleNamespace(explanation={"kernels": kernels})) == {  # type: ignore[arg-type]
+        "cublaslt": {"kernels": 2}}
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
