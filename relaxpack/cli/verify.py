@@ -60,6 +60,7 @@ def _run(bundle: Bundle, device: str | None, quiet: bool) -> _Checked:
     canaries = CanarySet.from_bytes(bundle.read(CANARY))
     if origin is not None and origin.recorded_by:
         canaries = replace(canaries, tolerance=origin.tolerance)
+    from relaxpack.cli.progress import counting
     from relaxpack.runtime.canaries import check
     from relaxpack.runtime.load import load_runner
 
@@ -67,7 +68,9 @@ def _run(bundle: Bundle, device: str | None, quiet: bool) -> _Checked:
     if not quiet and found.recorded_by not in (None, found.target):
         click.echo(f"note  {found.target} could not run where it was built: its answers are held against those of "
                    f"{found.recorded_by}")
-    for report in check(load_runner(bundle, kind=device), canaries):
+    with counting("weights to the GPU", quiet, transfer=True) as progress:
+        runner = load_runner(bundle, kind=device, progress=progress)
+    for report in check(runner, canaries):
         found.reports.append(report)
         if not quiet:
             click.echo(f"{'ok' if report.ok else 'BAD'}  {report.name}: {report.message}")

@@ -97,7 +97,7 @@ def fake_runner(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
     import types
 
     module = types.ModuleType("relaxpack.runtime.load")
-    module.load_runner = lambda bundle, kind=None: FakeRunner()  # type: ignore[attr-defined]
+    module.load_runner = lambda bundle, kind=None, progress=None: FakeRunner()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "relaxpack.runtime.load", module)
     monkeypatch.setattr(relaxpack.runtime, "load", module, raising=False)
     monkeypatch.setattr(FakeRunner, "offset", 0.0)
