@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,15 +141,11 @@ def _mapped(parameter: TensorRegion | np.ndarray) -> np.ndarray:
     return parameter
 
 
-class _timed:
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self._seconds, self._name = seconds, name
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self._seconds[self._name] = round(time.perf_counter() - self._start, 3)
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    seconds[name] = round(time.perf_counter() - begin, 3)
 
 
 _first_process: list[int] = []     # id of the process that loaded a model; a fork inherits it
