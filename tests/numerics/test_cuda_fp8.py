@@ -48,7 +48,6 @@ def check(rng, make, name, n, k, t, dtype, options, grid, warps):
 
 
 @pytest.mark.parametrize(("name", "n", "k", "t", "dtype", "options"), [
-    ("fp8", 64, 512, 1, "bfloat16", {}),
     ("fp8", 56, 584, 3, "float16", {"warps": 2, "unroll": 1, "convert": True, "dependent_launch": True}),
     ("fp8_block", 72, 328, 11, "bfloat16", {"columns": 16, "strips": 2, "residual": True, "warps": 4}),
     ("fp8_block", 64, 512, 9, "float16", {"swiglu": True, "bias": True, "residual": True}),
@@ -92,7 +91,7 @@ def test_dequantize_rounds_once(rng, name, k):
     np.testing.assert_array_equal(plain, weight.dequantize().astype(plain.dtype))
 
 
-@pytest.mark.parametrize(("name", "hidden"), [("fp8", 96), ("fp8_block", 136)])
+@pytest.mark.parametrize(("name", "hidden"), [("fp8_block", 136)])
 def test_embedding_clamps_bad_ids(rng, name, hidden):
     ids, weight = np.array([0, 39, 7, 40, -1, 17], np.int32), random_weight(rng, name, 40, hidden)
     y = case.poisoned((len(ids), hidden), "float16")
