@@ -185,9 +185,11 @@ class TuningSession:
 
     @staticmethod
     def _is_near(task: Task, outcome: Outcome) -> bool:
-        """Not before some trials: a bandwidth that was measured on a busy machine makes the roofline too slow."""
+        """Not beyond it, which only shows that it is too slow: its bandwidth was measured on a busy machine, or the data
+        stays in a cache. And not before some trials."""
         assert outcome.best_us is not None
-        return outcome.trials >= MIN_TRIALS and outcome.best_us <= task.roofline_us / NEAR_ROOFLINE
+        share = task.roofline_us / outcome.best_us
+        return outcome.trials >= MIN_TRIALS and NEAR_ROOFLINE <= share <= 1 / NEAR_ROOFLINE
 
     def _trials(self, task: Task, batch: Sequence[Mapping[str, Any]]) -> list[float | CandidateFailed]:
         """Microseconds of each, or what went wrong; side by side where there are several machines."""

@@ -153,8 +153,13 @@ def test_the_time_limit_stops_and_the_next_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_near_the_roofline_the_search_stops_but_not_before_some_trials(tmp_path: Path) -> None:
-    outcome, = run(tmp_path, Pretending(), task(roofline=96.0))
+    outcome, = run(tmp_path, Pretending(), task(roofline=90.0))
     assert outcome.trials == 8 and outcome.state == "improved"
+
+
+def test_a_roofline_that_is_beaten_by_far_is_wrong_and_stops_nothing(tmp_path: Path) -> None:
+    outcome, = run(tmp_path, Pretending(), task(roofline=200.0))
+    assert outcome.trials == 11
 
 
 def test_an_untuned_kernel_that_fails_is_the_tasks_failure_alone(tmp_path: Path) -> None:
