@@ -28,12 +28,14 @@ SMALL = "llama-3.2-1b"
 
 @dataclass(frozen=True)
 class Section:
-    """`command` gives what to run, with the file that the section's JSON goes to, or None where it prints it last."""
+    """`command` gives what to run for a folder and the file that the section's JSON may go to; else it is what it prints.
+    `must_say`: without these words its output is no success."""
 
     name: str
     question: str
     limit: float           # seconds
     command: Callable[[Path, Path], list[str]]
+    must_say: str = ""
 
 
 def _python(*arguments: object) -> list[str]:
@@ -55,7 +57,7 @@ SECTIONS = (
     Section("environment", "which machine is it", 30, lambda folder, out: _python(
         "-m", "relaxpack", "doctor", "--json")),
     Section("gpu_tests", "do all tests marked gpu pass, one whole bundle and cuBLASLt among them", 150, lambda folder, out:
-            _python("-m", "pytest", ROOT / "tests" / "gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider")),
+            _python("-m", "pytest", ROOT / "tests" / "gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider"), " passed"),
     Section("canaries", "does the bundle that was built without a GPU answer as the CPU said", 40, lambda folder, out:
             _python("-m", "relaxpack", "verify", folder / "smollm2.bundle", "--device", "cuda", "--json")),
     Section("smollm2", "logits, captured against eager, crowd against alone on real weights", 60, lambda folder, out:
@@ -111,10 +113,10 @@ def _run_one(section: Section, folder: Path, limit: float) -> dict[str, Any]:
         code, output, errors = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired as expired:
         code, output, errors = 124, *(_text(part) for part in (expired.stdout, expired.stderr))
-    result: dict[str, Any] = {"ok": code == 0, "seconds": round(time.monotonic() - begin, 2)}
+    result: dict[str, Any] = {"ok": code == 0 and section.must_say in output, "seconds": round(time.monotonic() - begin, 2)}
     if (answer := _answer(made, output)) is not None:
         result["result"] = answer
-    if answer is None or code != 0:
+    if answer is None or not result["ok"]:
         result |= {"code": code, "output": output[-3000:], "error": errors[-3000:]}
     return result
 

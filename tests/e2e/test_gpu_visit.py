@@ -101,7 +101,8 @@ def test_the_visit_keeps_what_it_has(visit: ModuleType, tmp_path: Path, capsys: 
     sections = (section("prints", "print('{\"a\": 1}')"),
                 section("writes", "import sys; open(sys.argv[1], 'w').write('[2]')"),
                 section("fails", "import sys; print('said'); sys.exit('why')"),
-                section("hangs", "import time; time.sleep(600)", limit=2))
+                section("hangs", "import time; time.sleep(600)", limit=2),
+                replace(section("skips", "print('29 skipped')"), must_say=" passed"))
     out = tmp_path / "visit.json"
     results = visit.run(tmp_path, out, 5.0, None, sections)["sections"]
     assert json.loads(out.read_text())["sections"] == results
@@ -109,6 +110,7 @@ def test_the_visit_keeps_what_it_has(visit: ModuleType, tmp_path: Path, capsys: 
     assert results["prints"]["ok"] and results["prints"]["question"] == "what of prints"
     assert not results["fails"]["ok"] and "why" in results["fails"]["error"] and "said" in results["fails"]["output"]
     assert not results["hangs"]["ok"] and results["hangs"]["code"] == 124
+    assert not results["skips"]["ok"] and results["skips"]["code"] == 0 and "29 skipped" in results["skips"]["output"]
     assert "BAD hangs" in capsys.readouterr().out
     late = visit.run(tmp_path, out, 0.01, {"prints"}, sections)["sections"]
     assert list(late) == ["prints"] and late["prints"]["error"] == "no time was left"
