@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -244,7 +244,7 @@ class TuningSession:
         finally:
             for library in libraries:
                 self.measurer.discard(library)
-        winner, verdict = decide(rounds)
+        winner, verdict = decide(rounds, choices[0] == choices[1])
         kept = rounds[winner].kept()
         if min(verdict.pairs, len(kept)) < MIN_PAIRS:
             outcome.state = "busy"
@@ -290,12 +290,21 @@ def module_json(module: Any) -> str:
     return str(tvm.ir.save_json(module))
 
 
-def decide(rounds: Sequence[Rounds]) -> tuple[int, Verdict]:
+def decide(rounds: Sequence[Rounds], same: bool = False) -> tuple[int, Verdict]:
     """Which one is used: 0, the incumbent, unless one from 2 on beats it by the rule of noise. Where nothing was tried,
-    it is compared with itself."""
+    it is compared with itself.
+
+    `same`: 0 and 1 are the same kernel. By how much these two differ is what this machine mistakes for a difference just
+    now; a gain must be twice that."""
     old = rounds[0]
+    twin = compare_rounds(rounds[1].times_us, rounds[1].clean, old.times_us, old.clean)
+    mistaken = abs(1 - twin.ratio) if same and twin.pairs >= MIN_PAIRS else 0.0
     verdicts = {index: compare_rounds(rounds[index].times_us, rounds[index].clean, old.times_us, old.clean)
                 for index in range(2, len(rounds))} or {0: compare(old.kept(), old.kept())}
+    for index, verdict in verdicts.items():
+        if verdict.wins and 1 - verdict.ratio <= 2 * mistaken:
+            why = f"faster by {1 - verdict.ratio:.1%}, but the same kernel measured twice differs by {mistaken:.1%}"
+            verdicts[index] = replace(verdict, wins=False, why=why)
     winners = [index for index, verdict in verdicts.items() if verdict.wins]
     if winners:
         best = min(winners, key=lambda index: verdicts[index].ratio)

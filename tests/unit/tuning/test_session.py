@@ -13,7 +13,7 @@ from relaxpack.schedules.tuning.family import Part
 from relaxpack.schedules.tuning.space import SearchSpace
 from relaxpack.target import TargetSpec
 from relaxpack.tuning.rounds import Rounds
-from relaxpack.tuning.session import Limits, Outcome, TuningSession, shares
+from relaxpack.tuning.session import Limits, Outcome, TuningSession, decide, shares
 from relaxpack.tuning.tasks import Task
 from relaxpack.tuning.trial_log import TrialLog
 from relaxpack.tuning.worker import CandidateFailed
@@ -193,3 +193,15 @@ def test_a_key_names_the_whole_of_what_was_tried(tmp_path: Path) -> None:
     with open_store(str(tmp_path / "t.sqlite")) as store:
         session = TuningSession([task()], TARGET, CPU, COMPILER, Pretending(), store, TrialLog(tmp_path / "log"))
     assert digest(session.key(task())) == digest(_key(task())) != digest(session.key(task("other")))
+
+
+def test_what_the_machine_mistakes_for_a_difference_is_no_gain() -> None:
+    """The incumbent and the rule are the same kernel: where these two differ, a gain must be twice that."""
+    def rounds(us: float) -> Rounds:
+        return Rounds(tuple(us * (1 + 0.001 * (i % 3)) for i in range(15)), (True,) * 15, 1)
+
+    calm = decide([rounds(100), rounds(100.5), rounds(90)], same=True)
+    shaky = decide([rounds(100), rounds(94), rounds(90)], same=True)
+    assert calm[0] == 2 and shaky[0] == 0 and "the same kernel measured twice differs by 6.0%" in shaky[1].why
+    assert decide([rounds(100), rounds(94), rounds(90)], same=False)[0] == 2      # a record and the rule may differ
+    assert decide([rounds(100), rounds(94), rounds(80)], same=True)[0] == 2
