@@ -27,7 +27,7 @@ def linear(rows: int | None, **changes: object) -> LinearSpec:
     return replace(spec, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64, 512])
+@pytest.mark.parametrize("rows", [16, 512])
 def test_every_matmul_choice_makes_a_kernel(rows: int) -> None:
     family = families_for(HOPPER)["cuda.linear"]
     part, = family.parts(linear(rows))
