@@ -21,6 +21,18 @@ from tests.helpers.waiting import eventually
 
 OPTIONS = ("--max-batch", "2", "--prefill-chunk", "16", "--only", "add_rms_norm", "--bucket", "decode:1")
 
+# The same command, which stays where it is once the first trial is in its log.
+STAYS = """
+import sys, time, relaxpack.cli
+from relaxpack.tuning.trial_log import TrialLog
+trial = TrialLog.trial
+def trial_and_stay(self, *arguments, **more):
+    trial(self, *arguments, **more)
+    time.sleep(3600)
+TrialLog.trial = trial_and_stay
+sys.exit(relaxpack.cli.run())
+"""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,10 +58,11 @@ def _tried(log: Path) -> list[Any]:
 @pytest.mark.slow
 def test_a_job_killed_with_9_leaves_no_process_and_goes_on(model: Path, tmp_path: Path) -> None:
     database, log = tmp_path / "t.sqlite", tmp_path / "t.sqlite.trials.jsonl"
-    job = subprocess.Popen(_command(model, database), env=_environment(), stdout=subprocess.DEVNULL,
+    command = [sys.executable, "-c", STAYS, *_command(model, database)[3:]]
+    job = subprocess.Popen(command, env=_environment(), stdout=subprocess.DEVNULL,
                            stderr=subprocess.DEVNULL)
     try:
-        eventually(lambda: _tried(log) or job.poll() is not None, "the first trial")
+        eventually(lambda: _tried(log) or job.poll() is not None, "the first trial", 600)
         assert job.poll() is None, "it ended before it could be killed"
         workers = psutil.Process(job.pid).children(recursive=True)
         job.send_signal(signal.SIGKILL)
