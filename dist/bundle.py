@@ -47,7 +47,11 @@ class Bundle:
             raise ValueError(f"verify={verify!r}: expected 'fast' or 'full'")
         store = open_store(Path(path))
         with store.open(MANIFEST) as stream:
-            bundle = cls(store, Manifest.from_bytes(stream.read()))
+            data = stream.read()
+        try:
+            bundle = cls(store, Manifest.from_bytes(data))
+        except DamagedMemberError as error:
+            raise DamagedMemberError(f"{path}: {error}; copy or build the bundle again") from None
         bundle.check_sizes()
         if verify == "full":
             for name in bundle.manifest.members:

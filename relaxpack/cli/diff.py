@@ -7,6 +7,7 @@ import shlex
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from relaxpack.cli.options import json_option
 from relaxpack.cli.show import console, human_bytes, print_json, table
@@ -17,6 +18,10 @@ from relaxpack.explain_diff import step_differences
 
 _MOST = 40   # fields shown; --json has all
 _LONG = 30   # options that are no title of a column any more
+_OUTPUT = "OUTPUT"   # build wants one
+_NOT_COMPARED = {"targets": "both sides are built for diff's own --target",
+                 "databases": "no tuning record is read; build both and compare the bundles",
+                 **dict.fromkeys(("dump", "timing", "force", "as_json"), "nothing is built; leave it out")}
 
 
 @click.command(short_help="Compare two bundles, or one model built with two sets of options.")
@@ -70,11 +75,18 @@ def _build_options(text: str) -> Any:
     from relaxpack.compile import BuildOptions
 
     try:
-        given = build.make_context("build", ["MODEL", "-o", "OUTPUT", *shlex.split(text)]).params
+        context = build.make_context("build", ["MODEL", "-o", _OUTPUT, *shlex.split(text)])
     except ValueError as error:
         raise UsageError(f"options {text!r}: {error}") from None
     except click.UsageError as error:
         raise UsageError(f"options {text!r}: {error.format_message()}") from None
+    given = context.params
+    for parameter in build.params:
+        name = parameter.name or ""
+        if name in _NOT_COMPARED and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise UsageError(f"options {text!r}: {parameter.opts[-1]} is not compared: {_NOT_COMPARED[name]}")
+    if str(given["output"]) != _OUTPUT:
+        raise UsageError(f"options {text!r}: -o is not compared: nothing is written; leave it out")
     same = {field.name for field in dataclasses.fields(BuildOptions)} & set(given)
     return BuildOptions(**{name: given[name] for name in same - {"embeddings"}}, embeddings=given["embeddings"] or "none",
                         disabled_passes=frozenset(given["disabled"]), enabled_passes=frozenset(given["enabled"]),

@@ -197,6 +197,10 @@ def test_diff_of_two_sets_of_options(tmp_path: Path, capsys: pytest.CaptureFixtu
     (["x", "--left", "--no-such-option"], "options '--no-such-option': No such option"),
     (["x", "--left", "--weights 'q4"], "No closing quotation"),
     (["x", "--right", "-O9"], "options '-O9'"),
+    (["x", "--left", "-O0 --target cuda:sm_90a"], "--target is not compared: both sides are built for diff's own --target"),
+    (["x", "--right", "--db a.sqlite"], "--db is not compared"),
+    (["x", "--right", "--force"], "--force is not compared"),
+    (["x", "--left", "-o y"], "-o is not compared: nothing is written"),
 ])
 def test_diff_says_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["diff", *arguments]) == 2

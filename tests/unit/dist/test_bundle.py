@@ -268,6 +268,13 @@ def test_not_a_bundle(tmp_path: Path, make) -> None:
         Bundle.open(path)
 
 
+def test_a_cut_manifest_is_named_with_its_bundle(tmp_path: Path) -> None:
+    write_bundle(tmp_path / "x.bundle")
+    (tmp_path / "x.bundle" / "manifest.json").write_text("{")
+    with pytest.raises(DamagedMemberError, match=r"x\.bundle: manifest\.json is damaged: .*copy or build the bundle again"):
+        Bundle.open(tmp_path / "x.bundle")
+
+
 def test_a_cut_single_file(tmp_path: Path) -> None:
     write_bundle(tmp_path / "x.rpk")
     whole = (tmp_path / "x.rpk").read_bytes()
