@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -154,6 +155,7 @@ def prepare(folder: Path, max_batch: int = 128) -> None:
     for name, command in steps.items():
         print(f"{name} ...", flush=True)
         subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    shutil.rmtree(folder / "smollm2-f32.bundle")        # its answers are in smollm2.npz
 
 
 def main() -> None:
