@@ -52,6 +52,8 @@ class Place:
         """Bundles that are there, sorted; an empty or missing place has none."""
         if self.is_one_bundle:
             return [""]
+        if self._local and Path(self._root).is_file():
+            raise DatabaseError(f"{self.shown} is neither a tuning database (SQLite) nor a bundle of records (NAME.jsonl)")
         return sorted(set(self._listed()) | set(self._indexed()))
 
     def read(self, name: str) -> bytes:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import h11
@@ -94,6 +96,11 @@ class DrainingServer(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        if self.force_exit:                  # whatever runs is cancelled now, and uvicorn logs each as a crash
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

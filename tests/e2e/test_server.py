@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -230,6 +231,25 @@ def test_sigterm_lets_an_answer_finish_and_keeps_the_prefixes(smollm2_bundle, tm
     answer = httpx.post(f"{second.url}/v1/chat/completions", json=again, headers=headers, timeout=PATIENCE).json()
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
     assert stop(second) == 0
+
+
+def test_a_second_ctrl_c_ends_it_at_once_and_quietly(smollm2_bundle):
+    running = serve(smollm2_bundle)
+    body = {"prompt": "Once", "max_tokens": 4000, "temperature": 0, "stream": True, "ignore_eos": True}
+    address = running.url.removeprefix("http://").split(":")
+
+    def listens_no_more() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex((address[0], int(address[1]))) != 0
+
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"},
+                      timeout=PATIENCE) as response:
+        assert next(response.iter_lines()).startswith("data: ")
+        running.process.send_signal(signal.SIGINT)
+        eventually(listens_no_more, "the end of listening")
+        running.process.send_signal(signal.SIGINT)
+        assert exit_code(running) == 0
+    assert "Traceback" not in "".join(running.log)
 
 
 def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(served, tmp_path):

@@ -241,6 +241,7 @@ def test_pull_marks_a_trace_that_does_not_load(db: Cli, tmp_path: Path, records:
     (["push", "place", "--db", "nowhere.sqlite"], "no tuning database at nowhere.sqlite", 8),
     (["pull", "nowhere.sqlite"], "no tuning database at nowhere.sqlite", 8),
     (["pull", "nowhere"], "no bundles of tuning records at", 8),
+    (["import", __file__], "neither a tuning database (SQLite) nor a bundle of records (NAME.jsonl)", 8),
     (["import", "nowhere"], "does not exist", 2), (["merge"], "Missing argument", 2),
     (["list"], "No such command 'list'", 2),
     (["ls", "--db", "postgresql://user:secret@127.0.0.1:1/x"], "postgresql://user:***@127.0.0.1:1/x: the database", 8)])
