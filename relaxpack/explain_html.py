@@ -69,6 +69,11 @@ def _head(what: dict[str, Any]) -> str:
              (human_bytes(step["bytes"]), f"moved per step at context {what['context']}"),
              (f"{step['bytes_over_floor']:.3f}×" if step["bytes_over_floor"] else "–", "of weights + KV + logits"),
              (f"{step['seconds'] * 1e3:.2f} ms", f"at least, on {machine['name']}")]
+    if not step["kernels"]:                  # a bundle that only embeds
+        step = what["prefill"]
+        tiles = [(step["launches"], f"kernels to embed {step['rows']} tokens"),
+                 (human_bytes(step["bytes"]), "moved for them"),
+                 (f"{step['seconds'] * 1e3:.2f} ms", f"at least, on {machine['name']}")]
     if "measured_seconds" in step:
         tiles.append((f"{step['measured_seconds'] * 1e3:.2f} ms",
                       f"measured here, {100 * step['seconds'] / step['measured_seconds']:.0f} % of the roofline"))
@@ -129,6 +134,8 @@ def _kernel_tables(step: dict[str, Any], timed: bool) -> str:
 
 def _step(what: dict[str, Any]) -> str:
     step, machine = what["step"], what["machine"]
+    if not step["kernels"]:
+        return ""
     timed = "measured_seconds" in step
     bars = _bar(step["kernels"], "seconds", "predicted time by operation")
     if timed:
@@ -145,8 +152,10 @@ def _prefill(what: dict[str, Any]) -> str:
     step = what["prefill"]
     if not step["kernels"]:
         return ""
-    return (f"<h2>One prefill of {step['rows']} tokens</h2><p>{step['launches']} kernels, {human_bytes(step['bytes'])}, "
-            f"{step['flops'] / 1e9:.1f} GFLOP, at least {step['seconds'] * 1e3:.2f} ms; logits for one row.</p>"
+    name, logits = ("embed step", "") if step["function"] == "embed" else ("prefill", "; logits for one row")
+    return (f"<h2>One {name} of {step['rows']} tokens</h2>"
+            f"<p>{step['launches']} kernels, {human_bytes(step['bytes'])}, "
+            f"{step['flops'] / 1e9:.1f} GFLOP, at least {step['seconds'] * 1e3:.2f} ms{logits}.</p>"
             f"{_bar(step['kernels'], 'seconds', 'predicted time by operation')}<br>{_kernel_tables(step, False)}")
 
 

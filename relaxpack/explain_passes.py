@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from relaxpack.cli.explain import changes
+from relaxpack.cli.explain import changes, step_functions
 from relaxpack.html_parts import Html, table, text
 from relaxpack.pass_notes import NOTES
 
 
 def passes(what: dict[str, Any]) -> str:
     """The section."""
-    kept = changes(what["passes"])
+    kept, functions = changes(what["passes"]), step_functions(what)
     rows = []
     for before, after in zip([None, *kept], kept, strict=False):
         rows.append((after["phase"], after["name"], *(
-            _change(before["bindings"].get(f) if before else None, after["bindings"].get(f)) for f in ("decode", "prefill")),
+            _change(before["bindings"].get(f) if before else None, after["bindings"].get(f)) for f in functions),
             _change(before["prim_funcs"] if before else None, after["prim_funcs"]),
             Html(f"<span class=why>{text(NOTES.get(after['name'], ''))}</span>")))
     out, more = ", ".join(what["disabled"]), ", ".join(what["enabled"])
     notes = "".join(f"<p>{text(note)}</p>" for note in what.get("notes", ()))
     diffs = "".join(_diffs(one) for one in what["passes"] if one.get("ir"))
-    return ("<h2>What each pass changed</h2><p>Bindings of the two step functions and PrimFuncs of the module, after "
+    return ("<h2>What each pass changed</h2><p>Bindings of the step functions and PrimFuncs of the module, after "
             f"{len(what['passes'])} passes; those that changed nothing are not shown."
             + (f" Left out: {text(out)}." if out else "") + (f" On request: {text(more)}." if more else "") + f"</p>{notes}"
-            + table(["phase", "pass", "decode", "prefill", "PrimFuncs", "what it does"], rows, (2, 3, 4))
+            + table(["phase", "pass", *functions, "PrimFuncs", "what it does"], rows, range(2, 3 + len(functions)))
             + (f"<h3 class=soft>The IR, pass by pass</h3><p>{text(HOW_TO_READ)}</p>{diffs}" if diffs else ""))
 
 

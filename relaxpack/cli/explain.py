@@ -75,22 +75,25 @@ def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str |
 
 
 def _print(what: dict[str, Any]) -> None:
-    out, step = console(), what["step"]
+    out, embeds_only = console(), not what["step"]["kernels"]
+    step = what["prefill"] if embeds_only else what["step"]
     timed = "measured_seconds" in step
     columns = ("kernel", "schedule", "calls", "bytes", "FLOPs", "at least, µs", *(("measured, µs", "of roofline") if timed
                                                                               else ()))
-    title = (f"One {step['function']} step: batch {what['rows']}, context {what['context']}, predicted for "
-             f"{what['machine']['name']}")
+    size = f"{step['rows']} tokens" if embeds_only else f"batch {what['rows']}, context {what['context']}"
+    title = f"One {step['function']} step: {size}, predicted for {what['machine']['name']}"
     out.print(table(title, columns, [_kernel_row(k, timed) for k in by_kernel(step["kernels"])]))
-    over = f", {step['bytes_over_floor']:.3f} of weights + keys and values + logits" if step["bytes_over_floor"] else ""
+    over = step.get("bytes_over_floor")
+    over = f", {over:.3f} of weights + keys and values + logits" if over else ""
     out.print(f"{step['launches']} kernels, {human_bytes(step['bytes'])}{over}, {step['flops'] / 1e9:.2f} GFLOP, "
               f"at least {step['seconds'] * 1e3:.2f} ms"
               + (f", measured {step['measured_seconds'] * 1e3:.2f} ms" if timed else ""))
-    out.print(chain_text(step) + "\n")
+    out.print("" if embeds_only else chain_text(step) + "\n")
     for note in what["notes"]:
         out.print(note, markup=False)
-    out.print(table("What each pass left", ("phase", "pass", "decode", "prefill", "PrimFuncs"), [
-        (p["phase"], p["name"], *(str(p["bindings"].get(f, "")) for f in ("decode", "prefill")), str(p["prim_funcs"]))
+    functions = step_functions(what)
+    out.print(table("What each pass left", ("phase", "pass", *functions, "PrimFuncs"), [
+        (p["phase"], p["name"], *(str(p["bindings"].get(f, "")) for f in functions), str(p["prim_funcs"]))
         for p in changes(what["passes"])]))
     if what["disabled"]:
         out.print("Left out: " + ", ".join(what["disabled"]))
@@ -111,6 +114,11 @@ def _print(what: dict[str, Any]) -> None:
     if what["not_ours"]:
         out.print("Not covered by a kernel of ours: "
                   + ", ".join(f"{k['name']} ({k['source']})" for k in what["not_ours"]))
+
+
+def step_functions(what: dict[str, Any]) -> tuple[str, ...]:
+    """Whose sizes are shown pass by pass. A bundle that only embeds has one."""
+    return ("decode", "prefill") if what["step"]["kernels"] else (what["prefill"]["function"],)
 
 
 def _print_tuning(tuning: dict[str, Any], out: Any) -> None:

@@ -60,6 +60,21 @@ def test_as_json_and_text(tiny_bundle: Path, capsys: pytest.CaptureFixture[str])
         assert part in text, part
 
 
+def test_a_bundle_that_only_embeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.helpers.tiny_checkpoints import write_checkpoint
+
+    model, bundle, html = write_checkpoint(tmp_path / "checkpoint"), tmp_path / "x.bundle", tmp_path / "x.html"
+    assert run(["build", str(model), "-o", str(bundle), "--max-context", "128", "--embeddings-only"]) == 0
+    capsys.readouterr()
+    assert run(["explain", str(bundle), "--bandwidth", "20", "--peak", "0.1"]) == 0
+    said = capsys.readouterr().out
+    assert "One embed step: 127 tokens" in said and "20 kernels" in said
+    assert re.search(r"phase +pass +embed +PrimFuncs", said) and re.search(r"graph +CombineParallelMatmul +[1-9]", said)
+    assert run(["explain", str(bundle), "--html", str(html), "--bandwidth", "20", "--peak", "0.1"]) == 0
+    text = html.read_text()
+    assert "kernels to embed 127 tokens" in text and "One embed step" in text and "decode step" not in text
+
+
 def test_measured(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     started = time.perf_counter()
     assert run(["explain", str(tiny_bundle), "--measure", "--json", "--bandwidth", "20"]) == 0
