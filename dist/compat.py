@@ -76,7 +76,7 @@ def mismatch(entries: Sequence[TargetEntry], host: Host, source: str, kind: str 
                                                 else ", ".join(reasons_against(entry.target, host)))
                     for entry in entries)
     name = kind or ("cuda" if host.gpus and all(entry.target.kind == "cuda" for entry in entries) else "cpu")
-    advice = f"Build one for it: relaxpack build {source} --target {name} -o NEW_BUNDLE"
+    advice = f"Build one for it from {source}: relaxpack build MODEL --target {name} -o NEW_BUNDLE"
     if kind == "cuda" and not host.gpus:
         advice = "Nothing built for cuda runs here; without a wish for cuda, what fits is chosen"
     return TargetMismatchError(f"the bundle does not fit this machine: {why or 'it has no targets'}. This machine: "

@@ -133,6 +133,12 @@ def test_verify_compares_hidden_states_where_there_are_no_logits(built: Built, c
     assert not report.ok and "the hidden state at" in report.message
 
 
+def test_chat_says_what_to_build_before_it_asks(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["chat", str(built.bundles["only"])]) == 2
+    said = capsys.readouterr()
+    assert "--embeddings instead of --embeddings-only" in said.err and ">" not in said.out + said.err
+
+
 def test_a_gpu_target_is_machine_code_by_rules_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint", dtype="bfloat16", num_hidden_layers=1)
     path = tmp_path / "x.bundle"

@@ -288,7 +288,7 @@ def test_select_target(tmp_path: Path) -> None:
     bundle = Bundle.open(tmp_path / "x.bundle")
     assert bundle.select_target(Host("x86_64", ("avx2", "fma", "avx512f"))).library == LIBRARY
     with pytest.raises(TargetMismatchError, match=r"cpu:x86-64-v3: this CPU lacks fma.*x86_64 CPU with avx2; no NVIDIA "
-                                                  r"GPU.*relaxpack build 'some model' --target cpu"):
+                                                  r"GPU.*from 'some model': relaxpack build MODEL --target cpu"):
         bundle.select_target(Host("x86_64", ("avx2",)))
     gpu_host = Host("x86_64", ("avx2", "fma"), (Gpu("NVIDIA H200", (9, 0), 1 << 37),))
     with pytest.raises(TargetMismatchError, match="another kind was asked for.*--target cuda"):
