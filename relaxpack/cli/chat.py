@@ -66,7 +66,8 @@ def _local(bundle: str, device: str | None, system: str | None,
         llm = api.LLM(bundle, device=device, progress=lambda done, total: status.update(
             f"loading: {done / 1e9:.1f} of {total / 1e9:.1f} GB are on the GPU"))
     if not llm.engine.generates:
-        raise UsageError(f"{bundle} computes embeddings only: build it with --embeddings instead of --embeddings-only to chat")
+        raise UsageError(f"{bundle} computes embeddings only: build it with --embeddings instead of --embeddings-only "
+                         "to chat")
     name = llm.info.name if llm.info is not None else bundle
 
     def make(given: dict[str, Any]) -> Conversation:
