@@ -18,6 +18,8 @@ from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.text_generation import Completion, TextGenerator, Timings
 
 FORMAT, FORMAT_VERSION = "relaxpack-chat", 1
+# How chats sample where the publisher gives no temperature; greedy answers of small models run in circles.
+TALK = {"temperature": 0.6, "top_p": 0.9}
 _ROLES = ("system", "user", "assistant")
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 _WAIT = 2.0   # seconds that a pipe may stay silent before nobody is assumed to be there
 _DEMO = {"temperature": 0.0, "max_tokens": 128}
-# Where the publisher gives no advice; greedy answers of small models run in circles.
-_TALK = {"temperature": 0.6, "top_p": 0.9}
 
 
 @click.command(short_help="Talk to a model in the terminal.")
@@ -60,7 +58,7 @@ def _local(bundle: str, device: str | None, system: str | None,
            talk: Any) -> Callable[[dict[str, Any]], Conversation]:
     existing_bundle(bundle)
     from relaxpack import llm as api
-    from relaxpack.runtime.conversation import LocalConversation
+    from relaxpack.runtime.conversation import TALK, LocalConversation
 
     with talk.status("loading") as status:
         llm = api.LLM(bundle, device=device, progress=lambda done, total: status.update(
@@ -71,7 +69,7 @@ def _local(bundle: str, device: str | None, system: str | None,
     name = llm.info.name if llm.info is not None else bundle
 
     def make(given: dict[str, Any]) -> Conversation:
-        advice = {} if llm.tokenizer.text.generation.get("temperature") is not None else _TALK
+        advice = {} if llm.tokenizer.text.generation.get("temperature") is not None else TALK
         return LocalConversation(name, llm.generator, llm.template, llm.params(**{**advice, **given}), system)
     return make
 

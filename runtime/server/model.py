@@ -10,6 +10,7 @@ from typing import Any
 
 from relaxpack.runtime.async_engine import AsyncEngine
 from relaxpack.runtime.chat_template import ChatTemplate
+from relaxpack.runtime.conversation import TALK
 from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.server.errors import ApiError
 from relaxpack.runtime.tokenizer import Tokenizer
@@ -45,6 +46,13 @@ class ServedModel:
             return {"temperature": 0.0}
         return {"temperature": 1.0, **{k: v for k, v in advice.items() if k in SamplingParams.__dataclass_fields__}}
 
+    @property
+    def chat_advice(self) -> dict[str, float]:
+        """What the chat page asks for beyond the defaults: the API's temperature of 1 is OpenAI's, not advice for a chat."""
+        advice = self.tokenizer.text.generation
+        advised = advice.get("temperature") is not None or advice.get("do_sample") is False
+        return {} if advised else dict(TALK)
+
     def check_name(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             raise ApiError(404, f"no model {name!r} is served here: use {' or '.join(map(repr, self.names))}, or leave "
@@ -54,5 +62,6 @@ class ServedModel:
         """An entry of /v1/models; fields behind owned_by are extensions."""
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "relaxpack",
                 "max_model_len": self.engine.max_tokens, "aliases": list(self.names[1:]),
-                "default_sampling": self.default_sampling, "chat": bool(self.template) and self.engine.generates,
+                "default_sampling": self.default_sampling, "chat_advice": self.chat_advice,
+                "chat": bool(self.template) and self.engine.generates,
                 "embedding_size": self.engine.embedding_size or None}

@@ -130,6 +130,7 @@ class ModelCard(BaseModel):
     max_model_len: int
     aliases: list[str]
     default_sampling: dict[str, Any]
+    chat_advice: dict[str, float]
     chat: bool
     embedding_size: int | None
 

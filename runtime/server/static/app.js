@@ -151,7 +151,8 @@ function say(text) {
 // --- asking ---
 
 function sampling() {
-  return Object.fromEntries(Object.entries(store.settings.sampling).filter(([, value]) => value !== null && value !== ""));
+  const own = Object.entries(store.settings.sampling).filter(([, value]) => value !== null && value !== "");
+  return { ...served?.chat_advice, ...Object.fromEntries(own) };
 }
 
 function send(text) {
@@ -302,7 +303,7 @@ function openSettings() {
   $("set-key").value = store.settings.key;
   for (const { name, hint } of FIELDS) {
     $(`set-${name}`).value = store.settings.sampling[name] ?? "";
-    $(`set-${name}`).placeholder = served?.default_sampling[name] ?? hint;
+    $(`set-${name}`).placeholder = served?.chat_advice[name] ?? served?.default_sampling[name] ?? hint;
   }
   $("settings").showModal();
 }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from relaxpack.runtime.server.model import ServedModel
 from tests.helpers.fakes import FakeRunner
 from tests.helpers.server import shared_tokenizer
+from tests.helpers.text import chatml
 from tests.unit.server.conftest import error_of, read_chunks
 
 
@@ -161,9 +163,15 @@ def test_tokenize_and_back(hash_client):
     assert error_of(hash_client.post("/tokenize", json={}))["param"] == "prompt"
 
 
+@pytest.mark.parametrize("generation", [{"temperature": 0.7}, {"do_sample": False}])
+def test_a_publisher_who_advises_is_followed_in_chats_too(generation):
+    assert ServedModel(None, chatml(generation=generation), ["x"]).chat_advice == {}
+
+
 def test_models(hash_client):
     [model] = hash_client.get("/v1/models").json()["data"]
     assert model["id"] == "hash" and model["max_model_len"] == CONTEXT
+    assert model["default_sampling"] == {"temperature": 1.0} and model["chat_advice"] == {"temperature": 0.6, "top_p": 0.9}
     assert hash_client.get("/v1/models/hash").json()["id"] == "hash"
     assert error_of(hash_client.get("/v1/models/other"), 404)["code"] == "model_not_found"
 
