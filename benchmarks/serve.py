@@ -33,6 +33,14 @@ def measure(url: str, streams: int, prompt_tokens: int, output_tokens: int, seed
     return report
 
 
+def load_average(busy: bool) -> float:
+    """Ends the program where others use the machine, unless `busy` is fine."""
+    found = os.getloadavg()[0]
+    if found > QUIET and not busy:
+        sys.exit(f"the load average is {found:.1f}, above {QUIET}: wait, or say --busy")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", required=True)
@@ -43,9 +51,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--busy", action="store_true", help="measure even if other processes run")
     arguments = parser.parse_args()
-    before = os.getloadavg()[0]
-    if before > QUIET and not arguments.busy:
-        sys.exit(f"the load average is {before:.1f}, above {QUIET}: wait, or say --busy")
+    before = load_average(arguments.busy)
     best: dict[int, dict[str, Any]] = {}
     with served_bundle(arguments.bundle) as url:
         for run in range(arguments.runs):

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from cpu_peers import gguf_path
-from serve import QUIET, measure
+from serve import load_average, measure
 
 from relaxpack.bench.load import served_bundle
 from relaxpack.bench.report import environment
@@ -91,9 +91,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--busy", action="store_true", help="measure even if other processes run")
     arguments = parser.parse_args()
-    before = os.getloadavg()[0]
-    if before > QUIET and not arguments.busy:
-        sys.exit(f"the load average is {before:.1f}, above {QUIET}: wait, or say --busy")
+    before = load_average(arguments.busy)
     threads = len(os.sched_getaffinity(0))
     rounds: list[dict[str, dict[str, Any]]] = []
     with served_bundle(arguments.bundle) as ours, \

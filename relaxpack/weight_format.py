@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+WEIGHTS = ("as-is", "q4", "q8", "fp8", "f16", "bf16", "f32")  # what a build can be told to store
 WHOLE_ROW = -1  # group size of formats with one scale a row
 BLOCK = 128     # group size of fp8_block
 

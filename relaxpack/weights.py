@@ -14,13 +14,12 @@ from relaxpack.errors import CompileError, UsageError
 from relaxpack.kernel_spec import KernelProvider
 from relaxpack.recipe import Concat, Filled, FromCheckpoint, Pack, Recipe, RopeTable, ScaleBy, ScaleColumns
 from relaxpack.relax_models.quantize import WEIGHT_CHOICES, quantize
-from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
+from relaxpack.weight_format import FORMATS, WEIGHTS, QuantizedTensor, WeightFormat
 
 if TYPE_CHECKING:
     from relaxpack.relax_models.checkpoint import Checkpoint
 
 FLOAT16_MAX = 65504.0
-WEIGHTS = ("as-is", "q4", "q8", "fp8", "f16", "bf16", "f32")
 Weight = np.ndarray | QuantizedTensor
 
 

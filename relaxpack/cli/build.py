@@ -15,6 +15,8 @@ from typing import Any
 
 import click
 
+from relaxpack.weight_format import WEIGHTS
+
 
 @click.command()
 @click.argument("model")
@@ -24,7 +26,7 @@ import click
               help="cpu (this one), cpu:x86-64-v3, cpu:x86-64-v4, cuda (the GPU here) or cuda:sm_XX. Repeatable: a bundle "
                    "may hold several, and the runtime picks.")
 @click.option("--weights", default="as-is", show_default=True,
-              type=click.Choice(["as-is", "q4", "q8", "fp8", "f16", "bf16", "f32"]),
+              type=click.Choice(WEIGHTS),
               help="How weights are stored; q4, q8 and fp8 (float8 e4m3) keep what has that many bits or fewer.")
 @click.option("--max-context", type=click.IntRange(2), help="Tokens a sequence may have [default: the model's].")
 @click.option("--max-batch", default=8, show_default=True, type=click.IntRange(1), help="Sequences a step may have.")

@@ -12,6 +12,7 @@ import click
 from relaxpack.cli.options import json_option
 from relaxpack.cli.show import print_json
 from relaxpack.errors import EnvironmentProblem, UsageError
+from relaxpack.weight_format import WEIGHTS
 
 if TYPE_CHECKING:
     from relaxpack.target import TargetSpec
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
               help="Tune for this step: decode:ROWS or prefill:ROWS. Repeatable. Default: decode:1, decode with the "
                    "largest batch, and a full prefill.")
 @click.option("--weights", default="as-is", show_default=True,
-              type=click.Choice(["as-is", "q4", "q8", "fp8", "f16", "bf16", "f32"]), help="As for build.")
+              type=click.Choice(WEIGHTS), help="As for build.")
 @click.option("--max-batch", default=8, show_default=True, type=click.IntRange(1), help="As for build.")
 @click.option("--prefill-chunk", default=512, show_default=True, type=click.IntRange(1), help="As for build.")
 @click.option("--kv-dtype", type=click.Choice(["float16", "bfloat16", "float32"]), help="As for build.")

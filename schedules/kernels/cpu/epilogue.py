@@ -1,5 +1,5 @@
-"""What the linear kernels share: how panels and tiles of rows are dealt out, and how a panel's finished sums become
-outputs: bias, residual, SwiGLU, and the partial last panel.
+"""What the linear kernels share: their parameters, how panels and tiles of rows are dealt out, and how a panel's finished
+sums become outputs: bias, residual, SwiGLU, and the partial last panel.
 """
 
 from __future__ import annotations
@@ -7,13 +7,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from relaxpack.kernel_spec import LinearSpec
+from relaxpack.kernel_spec import LinearSpec, WeightLayout
 
 from .builder import T, either, hold_index, i64, load, loop, minimum, parallel, store
 from .isa import silu
 from .layout import HALF, PANEL
 
 Expr = Any
+
+
+def linear_params(spec: LinearSpec, layout: WeightLayout, rows: Expr) -> list[tuple[str, tuple[Any, ...], str]]:
+    """x f32[t, K], weight, [bias], [residual], y f32[t, N] as `build` takes them; the weight's first size is its panels."""
+    (_, shape, dtype), = layout.buffers
+    y = ((rows, spec.out_features // 2 if spec.swiglu else spec.out_features), "float32")
+    bias = [("bias", (spec.out_features,), "float32")] if spec.bias else []
+    residual = [("residual", *y)] if spec.residual else []
+    return [("x", (rows, spec.in_features), "float32"), ("weight", shape, dtype), *bias, *residual, ("y", *y)]
+
+
+def epilogue_buffers(spec: LinearSpec, buffers: tuple[Any, ...]) -> tuple[Any | None, Any | None, Any]:
+    """(bias, residual, y) of the buffers behind x and weight; None for those that the spec does not have."""
+    rest = list(buffers)
+    bias = rest.pop(0) if spec.bias else None
+    residual = rest.pop(0) if spec.residual else None
+    y, = rest
+    return bias, residual, y
 
 
 ROWS_OF_TASK = 128  # rows of a prefill task: their activations stay in L2 while the panel passes over them

@@ -12,7 +12,7 @@ from typing import Any
 from relaxpack.kernel_spec import LinearSpec
 
 from .builder import Expr, Registers, T, build, const, hold_index, i64, load, loop, minimum, splat, store, symbol
-from .epilogue import ROWS_OF_TASK, over_panels, store_panel, store_tile
+from .epilogue import ROWS_OF_TASK, epilogue_buffers, linear_params, over_panels, store_panel, store_tile
 from .isa import Isa, fma, prefetch, to_float
 from .layout import PANEL, float_storage, weight_layout
 
@@ -63,18 +63,12 @@ def _tile(isa: Isa, spec: LinearSpec, tuning: FloatTuning, x: Any, weight: Any, 
 def linear_float(isa: Isa, spec: LinearSpec, tuning: FloatTuning | None = None) -> Any:
     """PrimFunc: x f32[t, K], weight, [bias], [residual] → y f32[t, N]."""
     tuning, t = tuning or default_tuning(isa), symbol("t")
-    (_, shape, dtype), = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.swiglu).buffers
-    columns = spec.out_features // 2 if spec.swiglu else spec.out_features
-    params = [("x", (t, spec.in_features), "float32"), ("weight", shape, dtype)]
-    params += [("bias", (spec.out_features,), "float32")] if spec.bias else []
-    params += [("residual", (t, columns), "float32")] if spec.residual else []
-    params += [("y", (t, columns), "float32")]
+    layout = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.swiglu)
+    params = linear_params(spec, layout, t)
+    panels = params[1][1][0]
 
     def body(x: Any, weight: Any, *rest: Any) -> None:
-        rest = list(rest)
-        bias = rest.pop(0) if spec.bias else None
-        residual = rest.pop(0) if spec.residual else None
-        y, = rest
+        bias, residual, y = epilogue_buffers(spec, rest)
 
         vectors = PANEL // isa.lanes
 
@@ -90,6 +84,6 @@ def linear_float(isa: Isa, spec: LinearSpec, tuning: FloatTuning | None = None) 
                     store(sums, acc[m * vectors + v], i64(m), i64(v * isa.lanes), lanes=isa.lanes)
             store_tile(spec, sums, isa.lanes, panel, first, count, t, bias, residual, y)
 
-        over_panels(spec, t, shape[0], tuning.tiles, rows_tile, tuning.rows_of_task, tuning.threads)
+        over_panels(spec, t, panels, tuning.tiles, rows_tile, tuning.rows_of_task, tuning.threads)
 
     return build(params, body)

@@ -30,7 +30,7 @@ from .builder import (
     store,
     symbol,
 )
-from .epilogue import ROWS_OF_TASK, over_panels, store_panel, store_tile
+from .epilogue import ROWS_OF_TASK, epilogue_buffers, linear_params, over_panels, store_panel, store_tile
 from .isa import Isa, fma, prefetch
 from .layout import PANEL
 from .layout_fp8 import group_columns, weight_layout
@@ -215,18 +215,12 @@ def linear_fp8(isa: Isa, spec: LinearSpec, tuning: Fp8Tuning | None = None) -> A
     """PrimFunc: x f32[t, K], weight, [bias], [residual] → y f32[t, N]."""
     tuning, t, lanes = tuning or default_tuning(isa), symbol("t"), isa.lanes
     assert STRETCH % tuning.unroll == 0
-    (_, shape, dtype), = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.swiglu).buffers
-    columns = spec.out_features // 2 if spec.swiglu else spec.out_features
-    params = [("x", (t, spec.in_features), "float32"), ("weight", shape, dtype)]
-    params += [("bias", (spec.out_features,), "float32")] if spec.bias else []
-    params += [("residual", (t, columns), "float32")] if spec.residual else []
-    params += [("y", (t, columns), "float32")]
+    layout = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.swiglu)
+    params = linear_params(spec, layout, t)
+    panels = params[1][1][0]
 
     def body(x: Any, weight: Any, *rest: Any) -> None:
-        given = list(rest)
-        bias = given.pop(0) if spec.bias else None
-        residual = given.pop(0) if spec.residual else None
-        y, = given
+        bias, residual, y = epilogue_buffers(spec, rest)
 
         def panel_at(index: Expr) -> Panel:
             return Panel(weight, spec.weight, spec.in_features, index)
@@ -241,10 +235,10 @@ def linear_fp8(isa: Isa, spec: LinearSpec, tuning: Fp8Tuning | None = None) -> A
             store_tile(spec, sums, lanes, panel, first, count, t, bias, residual, y)
 
         if spec.phase == "decode":
-            over_panels(spec, t, shape[0], tuning.tiles, rows_tile, tuning.rows_of_task, tuning.threads)
+            over_panels(spec, t, panels, tuning.tiles, rows_tile, tuning.rows_of_task, tuning.threads)
             return
         blocks = hold_index(T.truncdiv(t + i64(tuning.rows_of_task - 1), i64(tuning.rows_of_task)))
-        with parallel(blocks * i64(shape[0])) as task:
+        with parallel(blocks * i64(panels)) as task:
             first = hold_index(T.truncmod(task, blocks) * i64(tuning.rows_of_task))
             end = hold_index(minimum(first + i64(tuning.rows_of_task), t))
             panel = hold_index(T.truncdiv(task, blocks))
