@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 PER_MODULE = 24            # kernels per library: bounds the cost of one compiler run
 TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 3e-5}
 ROTATE_BYTES = 320 << 20   # weights walked over per replay, several times the L2 cache
+
+
+def copies_to_rotate(weight_bytes: int) -> int:
+    """Copies of a weight to walk over, so that none is still in the cache when its turn comes again."""
+    return max(2, min(40, -(-ROTATE_BYTES // weight_bytes)))
 
 
 # --- building machine -------------------------------------------------------------------------------------------------
@@ -116,8 +122,8 @@ class Bench:
         value = self.torch.randn(shape, generator=self.generator, device="cuda") * scale
         return value.to(getattr(self.torch, dtype))
 
-    def time(self, calls: list[Any], replays: int = 7) -> float:
-        """Median microseconds of one call; `calls` are recorded into one graph."""
+    def captured(self, calls: list[Any]) -> Callable[[], float]:
+        """Replays `calls` as one graph and answers with the microseconds of one of them."""
         torch = self.torch
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream), self.ffi.use_raw_stream(self.tvm_device(), stream.cuda_stream):
@@ -127,17 +133,22 @@ class Bench:
         with torch.cuda.graph(graph, stream=stream), self.ffi.use_raw_stream(self.tvm_device(), stream.cuda_stream):
             for call in calls:
                 call()
-        graph.replay()
-        torch.cuda.synchronize()
-        times = []
-        for _ in range(replays):
+
+        def replay() -> float:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()
             end.record()
             torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-        return sorted(times)[len(times) // 2] * 1e3 / len(calls)
+            return float(begin.elapsed_time(end)) * 1e3 / len(calls)
+
+        return replay
+
+    def time(self, calls: list[Any], replays: int = 7) -> float:
+        """Median microseconds of one call, after one replay that does not count."""
+        replay = self.captured(calls)
+        replay()
+        return sorted(replay() for _ in range(replays))[replays // 2]
 
     def tvm_device(self) -> Any:
         return self.ffi.device("cuda:0")
@@ -304,7 +315,7 @@ class Bench:
             self.weights.clear()
             torch.cuda.empty_cache()
             one = int(self.weight_bytes(variant))
-            self.weights[key] = self.packed(variant, max(2, min(40, -(-ROTATE_BYTES // one))))[0]
+            self.weights[key] = self.packed(variant, copies_to_rotate(one))[0]
         copies = self.weights[key]
         width = n // 2 if options.get("swiglu") else n
         for t in rows:
@@ -330,7 +341,7 @@ class Bench:
         """The bare product through torch, same rotation."""
         torch, found = self.torch, []
         copies = [self.random((n, k), "bfloat16", k ** -0.5)]
-        copies += [copies[0].clone() for _ in range(max(2, min(40, -(-ROTATE_BYTES // (2 * n * k)))) - 1)]
+        copies += [copies[0].clone() for _ in range(copies_to_rotate(2 * n * k) - 1)]
         for t in rows:
             x = self.random((t, k), "bfloat16")
             used = copies if t <= 256 else copies[:4]

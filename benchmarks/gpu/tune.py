@@ -125,7 +125,7 @@ def measure(bench: Any, task: dict[str, Any], libraries: dict[str, str]) -> dict
             verdict, = bench.check(variant)
             entry |= {"error": verdict["error"], "ok": verdict["ok"] and verdict["same_again"]}
             if entry["ok"]:
-                replays.append((entry, captured(bench, calls_of(bench, variant, rows))))
+                replays.append((entry, bench.captured(calls_of(bench, variant, rows))))
             torch.cuda.synchronize()
         except Exception as error:   # one broken kernel must not hide the others
             entry |= {"ok": False, "failure": f"{type(error).__name__}: {error}"[:300]}
@@ -138,10 +138,10 @@ def measure(bench: Any, task: dict[str, Any], libraries: dict[str, str]) -> dict
 
 
 def rotated(task: dict[str, Any]) -> int:
-    from benchmarks.gpu.kernels_matmul import ROTATE_BYTES
+    from benchmarks.gpu.kernels_matmul import copies_to_rotate
 
     one = 2 * task["n"] * task["k"]
-    count = max(2, min(40, -(-ROTATE_BYTES // one)))
+    count = copies_to_rotate(one)
     return one * (count if task["rows"] <= 256 else min(4, count))
 
 
@@ -150,38 +150,15 @@ def calls_of(bench: Any, variant: dict[str, Any], rows: int) -> list[Callable[[]
     if key not in bench.weights:
         bench.weights.clear()
         torch.cuda.empty_cache()
-        from benchmarks.gpu.kernels_matmul import ROTATE_BYTES
+        from benchmarks.gpu.kernels_matmul import copies_to_rotate
 
-        bench.weights[key] = bench.packed(variant, max(2, min(40, -(-ROTATE_BYTES // (2 * n * k)))))[0]
+        bench.weights[key] = bench.packed(variant, copies_to_rotate(2 * n * k))[0]
     copies = bench.weights[key] if rows <= 256 else bench.weights[key][:4]
     x = bench.random((rows, k), "bfloat16")
     y = torch.empty((rows, n // 2 if variant["options"]["swiglu"] else n), device="cuda",
                     dtype=getattr(torch, variant["out_dtype"]))
     function = bench.kernel(variant)
     return [partial(function, x, *buffers, y) for buffers in copies]
-
-
-def captured(bench: Any, calls: list[Callable[[], object]]) -> Callable[[], float]:
-    """Replays `calls` as one graph and answers with the microseconds of one of them."""
-    torch = bench.torch
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), bench.ffi.use_raw_stream(bench.tvm_device(), stream.cuda_stream):
-        calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream), bench.ffi.use_raw_stream(bench.tvm_device(), stream.cuda_stream):
-        for call in calls:
-            call()
-
-    def replay() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / len(calls)
-
-    return replay
 
 
 # --- anywhere ---------------------------------------------------------------------------------------------------------
