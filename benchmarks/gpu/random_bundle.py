@@ -20,7 +20,9 @@ from relaxpack.dist.integrity import canonical_json
 from relaxpack.dist.manifest import Manifest, TargetEntry, WeightsSummary
 from relaxpack.dist.params import numpy_dtype
 from relaxpack.model_info import ModelInfo
+from relaxpack.recipe import RopeTable, from_json
 from relaxpack.target import TargetSpec
+from relaxpack.weights import rope_table
 
 _BLOCK = 1 << 23     # numbers
 
@@ -63,7 +65,9 @@ def write(stem: Path, out: Path) -> Manifest:
         size = 0
         with writer.params(target.file_stem) as params:
             for p in description["parameters"]:
-                array = weights.make(p["name"], p["shape"], p["dtype"])
+                recipe = from_json(p["recipe"])
+                array = (rope_table(recipe) if isinstance(recipe, RopeTable)
+                         else weights.make(p["name"], p["shape"], p["dtype"]))
                 size += array.nbytes
                 params.add(p["name"], {"": array})
         entry = TargetEntry(target, f"lib/{target.file_stem}.so", target.file_stem,

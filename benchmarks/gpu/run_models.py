@@ -21,7 +21,7 @@ import torch
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.model_info import ModelInfo
-from relaxpack.recipe import Pack, from_json
+from relaxpack.recipe import Pack, RopeTable, from_json
 from relaxpack.runtime import cuda_memory
 from relaxpack.runtime.cuda_executor import CudaExecutor
 from relaxpack.runtime.cuda_model_runner import CudaModelRunner
@@ -29,6 +29,7 @@ from relaxpack.runtime.engine import Engine
 from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.step_plan import SequenceStep, StepPlan
 from relaxpack.runtime.vm import Library, device_for
+from relaxpack.weights import rope_table
 
 
 def gate_first(packed: torch.Tensor) -> torch.Tensor:
@@ -44,6 +45,9 @@ def make_parameters(description: dict[str, Any]) -> tuple[list[Any], dict[str, t
     tensors, plain = [], {}
     for p in description["parameters"]:
         name, shape, recipe = p["name"], p["shape"], from_json(p["recipe"])
+        if isinstance(recipe, RopeTable):
+            tensors.append(tvm.runtime.from_dlpack(torch.from_numpy(rope_table(recipe)).cuda()))
+            continue
         if p["dtype"] == "uint32":      # codes of a quantised weight
             w = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator, device="cuda", dtype=torch.int64)
             w = w.to(torch.int32)
@@ -58,6 +62,7 @@ def make_parameters(description: dict[str, Any]) -> tuple[list[Any], dict[str, t
             w = torch.randn(shape, generator=generator, device="cuda") * 0.1
             if "norm" in name:
                 w += 1
+            w = w.bfloat16().float()    # as in a checkpoint
         else:
             raise SystemExit(f"{name}: dtype {p['dtype']} is not handled here")
         base = name.split("@")[0]
@@ -95,8 +100,11 @@ class Reference:
             qkv = norm(x, p + "input_layernorm.weight") @ w[p + "self_attn.q_proj+k_proj+v_proj.weight"].to(self.dtype).T
             if self.d["qkv_bias"]:
                 qkv = (qkv + w[p + "self_attn.q_proj+k_proj+v_proj.bias"]).to(self.dtype)
-            q, k, v = qkv.split([i.num_heads * d, i.num_kv_heads * d, i.num_kv_heads * d], -1)
-            q, k, v = rope(q.reshape(n, -1, d)), rope(k.reshape(n, -1, d)), v.reshape(n, -1, d)
+            q, k, v = (part.reshape(n, -1, d) for part in
+                       qkv.split([i.num_heads * d, i.num_kv_heads * d, i.num_kv_heads * d], -1))
+            if p + "self_attn.q_norm.weight" in w:
+                q, k = norm(q, p + "self_attn.q_norm.weight"), norm(k, p + "self_attn.k_norm.weight")
+            q, k = rope(q), rope(k)
             o = torch.nn.functional.scaled_dot_product_attention(
                 q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], is_causal=True,
                 enable_gqa=True)[0].transpose(0, 1).reshape(n, -1)
@@ -106,6 +114,14 @@ class Reference:
             x = x + (torch.nn.functional.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].to(self.dtype).T
         head = w["model.embed_tokens.weight" if self.d["tie_embeddings"] else "lm_head.weight"].to(self.dtype)
         return (norm(x, "model.norm.weight") @ head.T).float()
+
+
+def load(library: Path, description: dict[str, Any], tensors: list[Any], num_pages: int = 4096,
+         graphs: bool = True) -> CudaModelRunner:
+    device = device_for("cuda")
+    info = ModelInfo.from_json(description["info"])
+    return CudaModelRunner(Library(library, device, tensors, graphs=graphs), info, device, description["buckets"],
+                           num_pages=num_pages)
 
 
 def relative_error(got: np.ndarray, want: torch.Tensor) -> float:
@@ -264,7 +280,7 @@ def main() -> None:
     stem = args.folder / f"{args.model}-{args.weights}"
     description = json.loads(Path(f"{stem}.json").read_text())
     info = ModelInfo.from_json(description["info"])
-    device = device_for("cuda")
+    device_for("cuda")
     bandwidth = read_bandwidth()
     tensors, plain = make_parameters(description)
     sizes = {p["name"]: int(np.prod(p["shape"])) * (2 if "16" in p["dtype"] else 4) for p in description["parameters"]}
@@ -272,10 +288,10 @@ def main() -> None:
     embedding_bytes = sum(size for name, size in sizes.items() if name.startswith("model.embed_tokens"))
     weights = sum(from_json(p["recipe"]).out_features * from_json(p["recipe"]).in_features for p in description["parameters"]
                   if isinstance(from_json(p["recipe"]), Pack) and from_json(p["recipe"]).suffix in ("", "codes"))
-    library = Library(Path(f"{stem}.so"), device, tensors)
     most = max(map(int, args.batches.split(","))) * (max(map(int, args.contexts.split(","))) + 160)
     pages = 1 + max(most // info.page_size + 1024, 8192 // info.page_size + 64)
-    runner = CudaModelRunner(library, info, device, description["buckets"], num_pages=pages)
+    library = Path(f"{stem}.so")
+    runner = load(library, description, tensors, pages)
     result: dict[str, Any] = {"model": args.model, "weights": args.weights, "gpu": torch.cuda.get_device_name(),
                               "read_GBps": round(bandwidth), "weight_bytes": weight_bytes,
                               "arena_bytes": description["arena_bytes"]}
@@ -286,8 +302,7 @@ def main() -> None:
         rounded = Reference(description, plain, torch.bfloat16)(ids)
         result["errors"]["torch_bfloat16"] = float((rounded - exact).norm() / exact.norm())
         print(json.dumps(result["errors"], indent=0), flush=True)
-    plain_launches = CudaModelRunner(Library(Path(f"{stem}.so"), device, tensors, graphs=False), info, device,
-                                     description["buckets"], num_pages=4096)
+    plain_launches = load(library, description, tensors, graphs=False)
     result["graph_equals_eager"] = graph_equals_eager(runner, plain_launches)
     print("graph equals eager", result["graph_equals_eager"], flush=True)
     result["eager_decode_ms"] = {b: round(time_decode(plain_launches, b, 512), 3) for b in (1, 8)}
