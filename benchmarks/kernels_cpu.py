@@ -111,7 +111,7 @@ def launch_cost(kernels: CpuKernels) -> tuple[float, float]:
     return make(b.loop), make(b.parallel)
 
 
-def random_packed(kernels: CpuKernels, name: str, n: int, k: int, swiglu: bool) -> np.ndarray:
+def random_packed(kernels: CpuKernels, name: str, n: int, k: int, gated: bool) -> np.ndarray:
     fmt = FORMATS[name]
     if fmt.quantized:
         shape = (n, fmt.groups(k))
@@ -120,16 +120,16 @@ def random_packed(kernels: CpuKernels, name: str, n: int, k: int, swiglu: bool) 
         weight: object = QuantizedTensor(fmt, codes, scales, scales if fmt.minimum == "stored" else None)
     else:
         weight = rng.standard_normal((n, k), dtype="float32")
-    return kernels.pack(kernels.weight_layout(fmt, n, k, swiglu), weight)[""]
+    return kernels.pack(kernels.weight_layout(fmt, n, k, gated), weight)[""]
 
 
-def linear_time(kernels: CpuKernels, name: str, n: int, k: int, rows: int, swiglu: bool,
+def linear_time(kernels: CpuKernels, name: str, n: int, k: int, rows: int, glu: str | None,
                 residual: bool) -> tuple[float, int]:
     spec = LinearSpec(n, k, FORMATS[name], "decode" if rows <= 16 else "prefill", "float32", "float32",
-                      residual=residual, swiglu=swiglu)
+                      residual=residual, glu=glu)
     f = compiled(kernels, kernels.linear(spec).stages[0].func)
-    packed = random_packed(kernels, name, n, k, swiglu)
-    columns = n // 2 if swiglu else n
+    packed = random_packed(kernels, name, n, k, glu is not None)
+    columns = n // 2 if glu else n
     x, y = to(rng.standard_normal((rows, k), dtype="float32")), to(np.zeros((rows, columns), "float32"))
     extra = [to(np.zeros((rows, columns), "float32"))] if residual else []
     copies = [to(packed) for _ in range(max(1, ROTATE // packed.nbytes) if rows <= 16 else 2)]
@@ -197,14 +197,14 @@ def report(kernels: CpuKernels, weights: Iterable[str], rows_list: Iterable[int]
         head = "q8_0" if name.startswith("q4") else name
         for rows in rows_list:
             total = 0.0
-            for label, fmt, n, k, count, swiglu, residual in (
-                    ("qkv", name, (HEADS + 2 * KV_HEADS) * DIM, HIDDEN, LAYERS, False, False),
-                    ("o", name, HIDDEN, HIDDEN, LAYERS, False, True),
-                    ("gate_up", name, 2 * FFN, HIDDEN, LAYERS, True, False),
-                    ("down", name, HIDDEN, FFN, LAYERS, False, True),
-                    ("head", head, VOCAB, HIDDEN, 1, False, False)):
+            for label, fmt, n, k, count, glu, residual in (
+                    ("qkv", name, (HEADS + 2 * KV_HEADS) * DIM, HIDDEN, LAYERS, None, False),
+                    ("o", name, HIDDEN, HIDDEN, LAYERS, None, True),
+                    ("gate_up", name, 2 * FFN, HIDDEN, LAYERS, "swiglu", False),
+                    ("down", name, HIDDEN, FFN, LAYERS, None, True),
+                    ("head", head, VOCAB, HIDDEN, 1, None, False)):
                 m = 1 if label == "head" and rows > 16 else rows
-                seconds, size = linear_time(kernels, fmt, n, k, m, swiglu, residual)
+                seconds, size = linear_time(kernels, fmt, n, k, m, glu, residual)
                 total += seconds * count
                 floor = size / bandwidth / 1e9
                 print(f"  {name} rows {m:4d} {label:8s} {fmt:5s} {n:6d}x{k:<5d} {seconds * 1e6:9.1f} us  read floor "

@@ -1,8 +1,9 @@
 """CombineParallelMatmul: projections of the same input become one matmul over stacked weights.
 
 Matches `concat(linear(x, W1) [+ b1], linear(x, W2) [+ b2], ...)` (query, key, value) and
-`silu(linear(x, Wg)) * linear(x, Wu)` (gate, up), where linear(x, W) = matmul(x, permute_dims(W)). Runs before packing,
-so that one packed weight serves. Declines when the inputs differ, only some have a bias, or the weight formats differ.
+`f(linear(x, Wg)) * linear(x, Wu)` (gate, up; f is silu or gelu_tanh), where linear(x, W) = matmul(x, permute_dims(W)).
+Runs before packing, so that one packed weight serves. Declines when the inputs differ, only some have a bias, or the
+weight formats differ.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.passes.rewrite import FunctionRewriter, is_op
+from relaxpack.passes.rewrite import FunctionRewriter, glu_of, is_op
 from relaxpack.recipe import Concat
 from relaxpack.weight_format import WeightFormat
 from tvm import relax
@@ -29,11 +30,11 @@ class _Rewriter(FunctionRewriter):
         if is_op(call, "relax.concat"):
             return self._combine([f for f in call.args[0].fields])
         if is_op(call, "relax.multiply"):
-            silu = self.definition(call.args[0])
-            if is_op(silu, "relax.nn.silu") and (both := self._combine([silu.args[0], call.args[1]])) is not None:
+            gate = self.definition(call.args[0])
+            if glu_of(gate) is not None and (both := self._combine([gate.args[0], call.args[1]])) is not None:
                 halves = self.emit(relax.op.split(self.emit(both), 2, axis=1))
-                gate = self.emit(relax.op.nn.silu(self.emit(relax.TupleGetItem(halves, 0))))
-                return relax.op.multiply(gate, self.emit(relax.TupleGetItem(halves, 1)))
+                active = self.emit(tvm.ir.Call(gate.op, [self.emit(relax.TupleGetItem(halves, 0))]))
+                return relax.op.multiply(active, self.emit(relax.TupleGetItem(halves, 1)))
         return None
 
     def _linear(self, expr: Any) -> tuple[Any, Any, Any] | None:

@@ -1,7 +1,7 @@
 """FuseResidual (on request): `linear(x, w) + r` becomes one kernel that adds r where it writes its result.
 
 Matches the sum of a `relaxpack.linear` that nobody else reads and another tensor of its type. Needs FuseUnpackMatmul
-before; FuseAddNorm after it then finds a norm alone in the place of a sum with a norm. Declines matmuls with SwiGLU.
+before; FuseAddNorm after it then finds a norm alone in the place of a sum with a norm. Declines gated matmuls.
 
 Operands of `linear+residual`: those of `linear`, r before the format.
 """
@@ -28,8 +28,8 @@ class _Rewriter(FunctionRewriter):
             name = placeholder_name(linear) or ""
             if name in (LINEAR, f"{LINEAR}+bias") and len(self.users[call.args[at]]) == 1 \
                     and not self.is_parameter(residual) and not residual.same_as(call.args[at]):
-                *operands, fmt, swiglu = map(self.new, operands_of(linear))
-                return placeholder(f"{name}+residual", [*operands, self.new(residual), fmt, swiglu], call.ty)
+                *operands, fmt, gated = map(self.new, operands_of(linear))
+                return placeholder(f"{name}+residual", [*operands, self.new(residual), fmt, gated], call.ty)
         return None
 
 

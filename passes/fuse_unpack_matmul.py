@@ -3,10 +3,11 @@
     matmul(x, permute_dims(unpack(w)))                      → relaxpack.linear(x, w)
     ... + bias parameter                                     → relaxpack.linear+bias
     silu(split(linear)[0]) * split(linear)[1]                → relaxpack.linear+swiglu  (packed with gate/up together)
+    gelu_tanh(split(linear)[0]) * split(linear)[1]           → relaxpack.linear+geglu
     astype(linear, float32)                                  → relaxpack.linear with float32 result
     take(unpack(w), ids)                                     → relaxpack.embedding(ids, w)
 
-Operands of `linear`: x, buffers of w, [bias], format name, swiglu flag. Needs PackWeights before; the inner forms die.
+Operands of `linear`: x, buffers of w, [bias], format name, gated flag. Needs PackWeights before; the inner forms die.
 `FuseUnpackOnly` rewrites the first and the last form alone; it stands in where FuseEpilogues is disabled.
 """
 
@@ -16,8 +17,8 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.passes.rewrite import FunctionRewriter, is_op, operands_of, placeholder, placeholder_name
-from relaxpack.placeholders import EMBEDDING, LINEAR, UNPACK
+from relaxpack.passes.rewrite import FunctionRewriter, glu_of, is_op, operands_of, placeholder, placeholder_name
+from relaxpack.placeholders import EMBEDDING, GLU, LINEAR, UNPACK
 from tvm import relax
 from tvm.relax.expr_functor import mutator
 
@@ -32,7 +33,7 @@ class _Rewriter(FunctionRewriter):
         if is_op(call, "relax.matmul") or (self.epilogues and is_op(call, "relax.add")):
             return self._linear(call, call.ty, "")
         if self.epilogues and is_op(call, "relax.multiply"):
-            return self._swiglu(call)
+            return self._glu(call)
         if self.epilogues and is_op(call, "relax.astype") and str(call.ty.dtype) == "float32":
             return self._linear(self.definition(call.args[0]), call.ty, "")
         if is_op(call, "relax.take") and placeholder_name(table := self.definition(call.args[0])) == UNPACK:
@@ -52,22 +53,23 @@ class _Rewriter(FunctionRewriter):
         unpack = self.definition(transposed.args[0])
         if placeholder_name(unpack) != UNPACK:
             return None
-        *buffers, fmt, swiglu = operands_of(unpack)
-        if bool(int(swiglu)) != ("+swiglu" in flags):
-            return None  # the half-way form of a swiglu; it dies when the product is rewritten
+        *buffers, fmt, gated = operands_of(unpack)
+        if bool(int(gated)) != any(f"+{glu}" in flags for glu in GLU):
+            return None  # the half-way form of a gated linear unit; it dies when the product is rewritten
         operands = [self.new(value.args[0]), *map(self.new, buffers), *([bias] if bias is not None else [])]
-        return placeholder(LINEAR + flags, [*operands, fmt, swiglu], out_ty)
+        return placeholder(LINEAR + flags, [*operands, fmt, gated], out_ty)
 
-    def _swiglu(self, call: Any) -> Any | None:
-        silu, up = self.definition(call.args[0]), self.definition(call.args[1])
-        if not is_op(silu, "relax.nn.silu") or not isinstance(up, relax.TupleGetItem):
+    def _glu(self, call: Any) -> Any | None:
+        active, up = self.definition(call.args[0]), self.definition(call.args[1])
+        glu = glu_of(active)
+        if glu is None or not isinstance(up, relax.TupleGetItem):
             return None
-        gate = self.definition(silu.args[0])
+        gate = self.definition(active.args[0])
         if not isinstance(gate, relax.TupleGetItem) or (gate.index, up.index) != (0, 1) \
                 or not gate.tuple_value.same_as(up.tuple_value):
             return None
         split = self.definition(gate.tuple_value)
-        return self._linear(self.definition(split.args[0]), call.ty, "+swiglu") if is_op(split, "relax.split") else None
+        return self._linear(self.definition(split.args[0]), call.ty, f"+{glu}") if is_op(split, "relax.split") else None
 
 
 @tvm.transform.module_pass(opt_level=0, name="FuseUnpackMatmul")

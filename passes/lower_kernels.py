@@ -32,6 +32,7 @@ from relaxpack.placeholders import (
     ADD_RMS_NORM,
     DECODE_ATTENTION,
     EMBEDDING,
+    GLU,
     LINEAR,
     PREFILL_ATTENTION,
     RMS_NORM,
@@ -85,13 +86,14 @@ class _Rewriter(FunctionRewriter):
         x, *rest, fmt, _ = operands
         residual = rest.pop() if "residual" in flags else None
         bias = rest.pop() if "bias" in flags else None
-        swiglu, out_features = "swiglu" in flags, int(call.ty.shape[-1])
+        glu = next((flag for flag in flags if flag in GLU), None)
+        out_features = int(call.ty.shape[-1])
         weight, k = FORMATS[str(fmt.value)], int(x.ty.shape[-1])
-        n = out_features * (2 if swiglu else 1)
+        n = out_features * (2 if glu else 1)
         spec = LinearSpec(n, k, weight, self._phase(x), str(x.ty.dtype), str(call.ty.dtype),
-                          bias=bias is not None, residual=residual is not None, swiglu=swiglu,
+                          bias=bias is not None, residual=residual is not None, glu=glu,
                           max_rows=_constant(x.ty.shape[0]))
-        buffers = {"x": x, **self._weight_buffers(weight, n, k, swiglu, rest)}
+        buffers = {"x": x, **self._weight_buffers(weight, n, k, glu is not None, rest)}
         if bias is not None:
             buffers["bias"] = bias
         if residual is not None:
@@ -151,8 +153,8 @@ class _Rewriter(FunctionRewriter):
         table = self.recipes[operands_of(call)[1].name]
         return table.out_features  # type: ignore[union-attr]  # packed by PackWeights
 
-    def _weight_buffers(self, weight: Any, n: int, k: int, swiglu: bool, buffers: list[Any]) -> dict[str, Any]:
-        layout = self.provider.weight_layout(weight, n, k, swiglu)
+    def _weight_buffers(self, weight: Any, n: int, k: int, gated: bool, buffers: list[Any]) -> dict[str, Any]:
+        layout = self.provider.weight_layout(weight, n, k, gated)
         return {"weight" + (f".{suffix}" if suffix else ""): buffer
                 for (suffix, _, _), buffer in zip(layout.buffers, buffers, strict=True)}
 

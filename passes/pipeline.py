@@ -3,7 +3,7 @@
     graph     the RoPE table shared as a parameter, constants folded, equal expressions merged, rows that no logits
               need left out early, parallel matmuls combined
     weights   weights packed as the target's kernels read them
-    fuse      unpack + matmul (+ bias, SwiGLU), residual + norm
+    fuse      unpack + matmul (+ bias, gated linear units), residual + norm
     lower     placeholders become scheduled kernels, the rest TVM's legalisation; dead parameters removed
     finalize  memory planned with upper bounds, checked, lowered to the VM
 """

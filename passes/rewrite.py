@@ -17,6 +17,7 @@ import tvm
 import tvm_ffi
 from relaxpack import recipe
 from relaxpack.errors import CompileError
+from relaxpack.placeholders import GLU
 from relaxpack.recipe import FromCheckpoint, Recipe
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator
@@ -59,6 +60,11 @@ def notes_of(mod: tvm.IRModule) -> list[str]:
 
 def is_op(expr: Any, name: str) -> bool:
     return isinstance(expr, tvm.ir.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == name
+
+
+def glu_of(expr: Any) -> str | None:
+    """The gated linear unit whose gate `expr` is: "swiglu" for a silu, "geglu" for a GELU with the tanh approximation."""
+    return next((glu for glu, op in GLU.items() if is_op(expr, op)), None)
 
 
 def placeholder_name(expr: Any) -> str | None:

@@ -1,6 +1,6 @@
 """SelectRowsEarly: rows that no logits are asked of are dropped before the last layer's row-wise work, not after it.
 
-`take(f(x), rows)` becomes `f(take(x, rows))` for every row-wise f (linear layers, norms, sums, SwiGLU) that nobody else
+`take(f(x), rows)` becomes `f(take(x, rows))` for every row-wise f (linear layers, norms, sums, activations) that nobody else
 reads, up to the last attention. A prefill that wants the logits of a prompt's last token then computes the last
 layer's MLP for one row. Takes of parameters (embedding tables) are left alone.
 """
@@ -15,7 +15,7 @@ from relaxpack.passes.rewrite import FunctionRewriter, is_op
 from tvm import relax
 from tvm.relax.expr_functor import mutator
 
-_ROW_WISE = {f"relax.{name}" for name in ("add", "multiply", "nn.silu", "nn.rms_norm", "astype", "matmul")}
+_ROW_WISE = {f"relax.{name}" for name in ("add", "multiply", "nn.silu", "nn.gelu_tanh", "nn.rms_norm", "astype", "matmul")}
 
 
 @mutator

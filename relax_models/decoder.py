@@ -64,7 +64,7 @@ class Decoder:
         prefix = f"model.layers.{layer}.mlp"
         gate, up = (self.linear(graph, h, f"{prefix}.{part}_proj", c.intermediate_size, c.hidden_size, c.mlp_bias)
                     for part in ("gate", "up"))
-        return self.linear(graph, graph.swiglu(gate, up), f"{prefix}.down_proj", c.hidden_size,
+        return self.linear(graph, graph.glu("silu", gate, up), f"{prefix}.down_proj", c.hidden_size,
                            c.intermediate_size, c.mlp_bias)
 
     @property

@@ -35,8 +35,9 @@ class Graph:
     def add(self, a: Expr, b: Expr) -> Expr:
         return self(relax.op.add(a, b))
 
-    def swiglu(self, gate: Expr, up: Expr) -> Expr:
-        return self(relax.op.multiply(self(relax.op.nn.silu(gate)), up))
+    def glu(self, activation: str, gate: Expr, up: Expr) -> Expr:
+        """`activation`: "silu" or "gelu_tanh"."""
+        return self(relax.op.multiply(self(getattr(relax.op.nn, activation)(gate)), up))
 
     def concat(self, parts: list[Expr]) -> Expr:
         return self(relax.op.concat(parts, axis=1))

@@ -10,7 +10,7 @@ Buffer names and types by operation (I = activation dtype of the spec, inputs fi
     (A weight packed into several buffers is named `weight.<suffix>`, one name per buffer of its WeightLayout.)
 
     linear       x I[t, K], weight (packed, see WeightLayout), [bias f32[N]], [residual I[t, N]]
-                 → y O[t, N]; with swiglu: N counts gate and up rows together and y is O[t, N/2]
+                 → y O[t, N]; with glu: N counts gate and up rows together and y is O[t, N/2]
     embedding    token_ids i32[t], weight (packed) → y I[t, H]
     rms_norm     x I[t, H], weight f32[H] → y I[t, H]
     add_rms_norm x I[t, H], residual I[t, H], weight f32[H] → total I[t, H], y I[t, H]
@@ -32,7 +32,7 @@ Page 0 is scratch: padded rows point at it and it never holds a live token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,9 +53,10 @@ class WeightLayout:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """y = x W^T [+ bias] [+ residual], or y = silu(x Wg^T) * (x Wu^T) where `swiglu`."""
+    """y = x W^T [+ bias] [+ residual]; with `glu` y = f(x Wg^T) * (x Wu^T) [+ residual], the bias inside, f = silu for
+    "swiglu" and GELU with the tanh approximation for "geglu"."""
 
-    out_features: int            # N, gate and up together where swiglu
+    out_features: int            # N, gate and up together where glu
     in_features: int             # K
     weight: WeightFormat
     phase: str                   # "decode": few rows (1..max_batch); "prefill": many
@@ -63,8 +64,26 @@ class LinearSpec:
     out_dtype: str
     bias: bool = False
     residual: bool = False
-    swiglu: bool = False
+    glu: str | None = None       # "swiglu" | "geglu"
     max_rows: int | None = None  # decode functions of a bucket: rows are at most (in fact exactly) these
+
+    @property
+    def gated(self) -> bool:
+        """Gate and up rows are packed together."""
+        return self.glu is not None
+
+    def recorded(self) -> dict[str, Any]:
+        """The facts as tuning records name them: records are older than GeGLU."""
+        facts = asdict(self)
+        glu = facts.pop("glu")
+        return facts | {"swiglu": glu == "swiglu"} | ({"geglu": True} if glu == "geglu" else {})
+
+    @classmethod
+    def from_recorded(cls, facts: dict[str, Any]) -> LinearSpec:
+        """The inverse; `weight` is the format itself already."""
+        facts = dict(facts)
+        swiglu, geglu = facts.pop("swiglu"), facts.pop("geglu", False)
+        return cls(**facts, glu="swiglu" if swiglu else "geglu" if geglu else None)
 
 
 @dataclass(frozen=True)
@@ -151,11 +170,11 @@ class Kernel:
 class KernelProvider(Protocol):
     """Answers the compiler's questions for one target. Deterministic: equal questions, equal answers."""
 
-    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
+    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
         """Raises CompileError where the format cannot be served (e.g. K not a multiple of the group)."""
 
     def pack(self, layout: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str, np.ndarray]:
-        """Canonical weight `[N, K]` → packed buffers by suffix. With swiglu the rows are gate then up, stacked."""
+        """Canonical weight `[N, K]` → packed buffers by suffix. With `gated` the rows are gate then up, stacked."""
 
     def linear(self, spec: LinearSpec) -> Kernel: ...
     def embedding(self, spec: EmbeddingSpec) -> Kernel: ...

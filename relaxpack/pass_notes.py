@@ -13,7 +13,7 @@ NOTES = {
     "CombineParallelMatmul": "query, key, value and gate, up become one matmul each",
     "PruneParameters": "parameters that nobody reads disappear; all functions take the same",
     "PackWeights": "weights in the layout that their kernels read, packed at build",
-    "FuseUnpackMatmul": "unpacking, bias, SwiGLU and casts become part of the matmul's kernel",
+    "FuseUnpackMatmul": "unpacking, bias, gated linear units and casts become part of the matmul's kernel",
     "FuseUnpackOnly": "unpacking becomes part of the matmul's kernel; epilogues stay out",
     "FuseAddNorm": "residual sum and norm become one kernel",
     "SpecializeBuckets": "a function of its own for each batch size and prompt length of a graph",

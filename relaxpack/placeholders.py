@@ -10,7 +10,10 @@ DECODE_ATTENTION = "relaxpack.decode_attention"
 SAMPLE = "relaxpack.sample"
 # Made by passes out of Relax operations.
 UNPACK = "relaxpack.unpack"                # packed buffers → float weight; never lowered, fusion removes it
-LINEAR = "relaxpack.linear"                # with "+bias", "+residual", "+swiglu" behind it
+LINEAR = "relaxpack.linear"                # with "+bias", "+residual", "+swiglu" or "+geglu" behind it
 EMBEDDING = "relaxpack.embedding"
 RMS_NORM = "relaxpack.rms_norm"
 ADD_RMS_NORM = "relaxpack.add_rms_norm"
+
+# Gated linear units, f(gate) * up, by what is behind a LINEAR: the Relax operation f.
+GLU = {"swiglu": "relax.nn.silu", "geglu": "relax.nn.gelu_tanh"}

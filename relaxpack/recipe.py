@@ -30,7 +30,7 @@ class Pack:
     format: str
     out_features: int
     in_features: int
-    swiglu: bool
+    gated: bool
     suffix: str
     of: Recipe
 
@@ -104,7 +104,7 @@ def to_json(recipe: Recipe) -> dict[str, Any]:
         return {"filled": recipe.value, "shape": list(recipe.shape)}
     if isinstance(recipe, RopeTable):
         return {"rope_table": list(recipe.frequencies), "positions": recipe.positions, "factor": recipe.factor}
-    return {"pack": recipe.format, "shape": [recipe.out_features, recipe.in_features], "swiglu": recipe.swiglu,
+    return {"pack": recipe.format, "shape": [recipe.out_features, recipe.in_features], "gated": recipe.gated,
             "suffix": recipe.suffix, "of": to_json(recipe.of)}
 
 
@@ -122,7 +122,7 @@ def from_json(data: dict[str, Any]) -> Recipe:
     if "rope_table" in data:
         return RopeTable(data["positions"], tuple(data["rope_table"]), data["factor"])
     n, k = data["shape"]
-    return Pack(data["pack"], n, k, data["swiglu"], data["suffix"], from_json(data["of"]))
+    return Pack(data["pack"], n, k, data["gated"], data["suffix"], from_json(data["of"]))
 
 
 def dumps(recipes: dict[str, Recipe]) -> str:

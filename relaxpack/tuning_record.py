@@ -87,7 +87,9 @@ class Workload:
     def kernel(cls, family: str, spec: Any, name: str | None = None) -> Workload:
         """`family` names the parametrised kernel ("cuda.gemv"), `spec` is its dataclass out of kernel_spec. Leave out of
         the spec what the record's bucket says."""
-        text = canonical({"family": family, "spec": asdict(spec) if hasattr(spec, "__dataclass_fields__") else spec})
+        if hasattr(spec, "__dataclass_fields__"):
+            spec = spec.recorded() if hasattr(spec, "recorded") else asdict(spec)
+        text = canonical({"family": family, "spec": spec})
         return cls("kernel", name or family, hashlib.sha256(text.encode()).hexdigest(), text)
 
 

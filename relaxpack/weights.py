@@ -118,7 +118,7 @@ class ParameterMaker:
     def _packed(self, recipe: Pack) -> Mapping[str, np.ndarray]:
         if self._last is None or self._last[0].of != recipe.of:
             wanted = FORMATS[recipe.format]
-            layout = self._provider.weight_layout(wanted, recipe.out_features, recipe.in_features, recipe.swiglu)
+            layout = self._provider.weight_layout(wanted, recipe.out_features, recipe.in_features, recipe.gated)
             self._last = recipe, self._provider.pack(layout, self._weight(recipe.of, wanted))
         return self._last[1]
 

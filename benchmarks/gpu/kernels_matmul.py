@@ -49,6 +49,9 @@ def make(variant: dict[str, Any]) -> Any:
     from relaxpack.schedules.kernels.cuda.linear import linear  # isort: skip
 
     n, k, dtype, out_dtype, options = (variant[key] for key in ("n", "k", "dtype", "out_dtype", "options"))
+    if "swiglu" in options:
+        options = {key: value for key, value in options.items() if key != "swiglu"}
+        options["glu"] = "swiglu" if variant["options"]["swiglu"] else None
     family, name = variant["family"], variant["name"]
     if family == "dequantize":
         return dequantize(n, k, FORMATS[variant["weight"]], dtype, name=name)
@@ -59,7 +62,7 @@ def make(variant: dict[str, Any]) -> Any:
     if family == "quant":
         return gemm_rows_quant(n, k, FORMATS[variant["weight"]], dtype, out_dtype, name=name, **options)
     if family == "any":
-        flags = {key: options[key] for key in ("swiglu", "bias", "residual")}
+        flags = {key: options[key] for key in ("glu", "bias", "residual")}
         spec = LinearSpec(n, k, FORMATS["bf16" if dtype == "bfloat16" else "f16"],
                           "prefill" if options["prefill"] else "decode", dtype, out_dtype, **flags)
         (stage,) = linear(spec, "sm_90a").stages

@@ -66,7 +66,7 @@ def make_parameters(description: dict[str, Any]) -> tuple[list[Any], dict[str, t
         else:
             raise SystemExit(f"{name}: dtype {p['dtype']} is not handled here")
         base = name.split("@")[0]
-        plain[base] = gate_first(w) if isinstance(recipe, Pack) and recipe.swiglu and w.ndim == 2 else w
+        plain[base] = gate_first(w) if isinstance(recipe, Pack) and recipe.gated and w.ndim == 2 else w
         tensors.append(tvm.runtime.from_dlpack(w))
     return tensors, plain
 

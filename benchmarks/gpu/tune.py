@@ -39,7 +39,7 @@ def spec_of(linear: str, rows: int) -> Any:
 
     n, k, swiglu = LINEARS[linear]
     out = "float32" if linear.endswith(".head") else "bfloat16"
-    return LinearSpec(n, k, FORMATS["bf16"], "decode", "bfloat16", out, swiglu=swiglu, max_rows=rows)
+    return LinearSpec(n, k, FORMATS["bf16"], "decode", "bfloat16", out, glu="swiglu" if swiglu else None, max_rows=rows)
 
 
 def candidates(linear: str, rows: int) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def prepare(folder: Path, linears: Sequence[str], rows: Sequence[int]) -> None:
                 funcs[stage.name] = stage.func           # one kernel may be a candidate for several row counts
                 found.append({"choice": choice, "function": stage.name})
             tasks.append({"linear": linear, "rows": count, "n": spec.out_features, "k": spec.in_features,
-                          "swiglu": spec.swiglu, "out_dtype": spec.out_dtype, "candidates": found})
+                          "swiglu": spec.gated, "out_dtype": spec.out_dtype, "candidates": found})
     libraries, names, start = {}, sorted(funcs), time.perf_counter()
     for number, first in enumerate(range(0, len(names), PER_MODULE)):
         part, library = names[first:first + PER_MODULE], folder / f"tune-{number}.so"

@@ -84,8 +84,8 @@ def _linear(spec: LinearSpec, rows: int, seed: int, reference: bool = True) -> C
     rng = np.random.default_rng(seed)
     fmt, n, k = spec.weight, spec.out_features, spec.in_features
     weight = random_weight(spec, rng)
-    packed = layout.pack(layout.weight_layout(fmt, n, k, spec.swiglu), weight)[""]
-    columns = n // 2 if spec.swiglu else n
+    packed = layout.pack(layout.weight_layout(fmt, n, k, spec.gated), weight)[""]
+    columns = n // 2 if spec.gated else n
     x = (rng.standard_normal((rows, k)) * np.exp(rng.standard_normal((rows, k))) / np.sqrt(k)).astype(np.float32)
     x[-1, :fmt.group_size or 3] = 0      # a group without a largest value
     bias = rng.standard_normal(n).astype(np.float32) if spec.bias else None
@@ -96,10 +96,11 @@ def _linear(spec: LinearSpec, rows: int, seed: int, reference: bool = True) -> C
         used = rounded(x, fmt.group_size) if fmt.quantized else x.astype(np.float64)
         product, magnitude = _product(used, weight, fmt.name)
         expected = product + (bias if bias is not None else 0)
-        if spec.swiglu:
+        if spec.gated:
             gate, up = np.split(expected, 2, axis=1)
-            expected = gate / (1 + np.exp(-gate)) * up
-        bound = 3e-6 * magnitude * (4 * max(1.0, np.abs(expected).max()) if spec.swiglu else 1) + 1e-6
+            slope = 1 if spec.glu == "swiglu" else np.sqrt(8 / np.pi) * (1 + 0.044715 * gate**2)
+            expected = gate / (1 + np.exp(-slope * gate)) * up
+        bound = 3e-6 * magnitude * (4 * max(1.0, np.abs(expected).max()) if spec.gated else 1) + 1e-6
         case.expected = [expected + (residual if residual is not None else 0)]
         case.bounds = [np.broadcast_to(bound, expected.shape)]
     return case

@@ -21,7 +21,7 @@ def family_and_spec(workload: Workload) -> tuple[str, Any]:
         kind = next(spec for part, spec in _SPECS.items() if part in family.partition(".")[2])
         if kind is LinearSpec:
             weight = FORMATS[fields.pop("weight")["name"]]
-            return family, LinearSpec(weight=weight, **fields)
+            return family, LinearSpec.from_recorded({**fields, "weight": weight})
         return family, kind(**fields)
     except (ValueError, KeyError, TypeError, StopIteration, AttributeError) as error:
         raise DamagedRecordError(f"workload {workload.name}: its text does not describe a kernel "

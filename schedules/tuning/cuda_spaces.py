@@ -57,7 +57,7 @@ def linear_space(spec: LinearSpec) -> Space:
     """Kernels and tilings for exactly `spec.max_rows` rows."""
     assert spec.max_rows is not None
     n, k, rows = spec.out_features, spec.in_features, spec.max_rows
-    name, options = linear.hopper_plan(n, k, rows, spec.swiglu)
+    name, options = linear.hopper_plan(n, k, rows, spec.gated)
     found: list[Parameters] = []
     if rows <= 16:
         found += [{"family": "gemm_rows", **one} for one in _rows_tilings(k, rows)]
@@ -65,7 +65,7 @@ def linear_space(spec: LinearSpec) -> Space:
         found += [{"family": "gemm_few", **one} for one in _few_tilings(n, k, rows)]
     if rows > 64:
         found += [{"family": "gemm_many", "tile_n": tile, "cluster": cluster} for tile in sorted(linear.TILE_COST)
-                  for cluster in (1, 2) if not spec.swiglu or (tile in (128, 256) and cluster == 1)]
+                  for cluster in (1, 2) if not spec.gated or (tile in (128, 256) and cluster == 1)]
     found += [{"library": library} for library in LIBRARIES if why_not(spec, library) is None]
     return ListedSpace(tuple(found), {"family": name, **options})
 

@@ -76,16 +76,23 @@ def random_quantized(rng: np.random.Generator, name: str, n: int, k: int) -> Qua
 
 
 def reference_linear(x: np.ndarray, weight: np.ndarray | QuantizedTensor, bias: np.ndarray | None = None,
-                     residual: np.ndarray | None = None, swiglu: bool = False) -> np.ndarray:
-    """float64 result for a canonical weight `[N, K]` (gate rows then up rows with swiglu)."""
+                     residual: np.ndarray | None = None, glu: str | None = None) -> np.ndarray:
+    """float64 result for a canonical weight `[N, K]` (gate rows then up rows with glu)."""
     plain = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
     y = x.astype(np.float64) @ plain.astype(np.float64).T
     if bias is not None:
         y = y + bias
-    if swiglu:
+    if glu is not None:
         gate, up = np.split(y, 2, axis=1)
-        y = gate / (1 + np.exp(-gate)) * up
+        y = activation(glu, gate) * up
     return y if residual is None else y + residual.astype(np.float64)
+
+
+def activation(glu: str, gate: np.ndarray) -> np.ndarray:
+    """What the gate goes through: silu, or GELU with the tanh approximation."""
+    if glu == "swiglu":
+        return gate / (1 + np.exp(-gate))
+    return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
 
 
 def relative_error(got: np.ndarray, reference: np.ndarray) -> float:

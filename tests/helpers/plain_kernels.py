@@ -31,9 +31,22 @@ def _kernel(func: Any, name: str, inputs: tuple[str, ...], outputs: tuple[str, .
     return Kernel((Stage(func, name, inputs, outputs, inplace),), "rule:plain")
 
 
+def _silu(x: Any) -> Any:
+    return x / (T.float32(1) + T.exp(-x))
+
+
+def _gelu(x: Any) -> Any:
+    y = T.float32(np.sqrt(2 / np.pi)) * (x + T.float32(0.044715) * x * x * x)
+    return T.float32(0.5) * x * (T.float32(1) + T.tanh(y))
+
+
+_SCALAR = {"swiglu": _silu, "geglu": _gelu}
+
+
 @functools.cache
-def _linear(n: int, k: int, bias: bool, swiglu: bool) -> Any:
-    width = n // 2 if swiglu else n
+def _linear(n: int, k: int, bias: bool, glu: str | None) -> Any:
+    gated, act = glu is not None, _SCALAR[glu or "swiglu"]
+    width = n // 2 if gated else n
     bias_n = n if bias else 1
 
     @T.prim_func(private=True, s_tir=True)
@@ -50,14 +63,14 @@ def _linear(n: int, k: int, bias: bool, swiglu: bool) -> Any:
                 a[1] = T.float32(0)
                 for c in range(k):
                     a[0] = a[0] + x[i, c] * w[j, c]
-                    if swiglu:
+                    if gated:
                         a[1] = a[1] + x[i, c] * w[width + j, c]
                 if bias:
                     a[0] = a[0] + bias_b[j]
-                    if swiglu:
+                    if gated:
                         a[1] = a[1] + bias_b[width + j]
-                if swiglu:
-                    y[i, j] = a[0] / (T.float32(1) + T.exp(-a[0])) * a[1]
+                if gated:
+                    y[i, j] = act(a[0]) * a[1]
                 else:
                     y[i, j] = a[0]
 
@@ -74,10 +87,10 @@ def _linear(n: int, k: int, bias: bool, swiglu: bool) -> Any:
                 a[1] = T.float32(0)
                 for c in range(k):
                     a[0] = a[0] + x[i, c] * w[j, c]
-                    if swiglu:
+                    if gated:
                         a[1] = a[1] + x[i, c] * w[width + j, c]
-                if swiglu:
-                    y[i, j] = a[0] / (T.float32(1) + T.exp(-a[0])) * a[1]
+                if gated:
+                    y[i, j] = act(a[0]) * a[1]
                 else:
                     y[i, j] = a[0]
     return f if bias else g
@@ -299,7 +312,7 @@ def _sample(vocab: int) -> Any:
 class PlainKernels:
     """`relaxpack.kernel_spec.KernelProvider` for float32 weights, activations and pages."""
 
-    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
+    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
         assert weight.name == "f32"
         return WeightLayout("plain", (("", (out_features, in_features), "float32"),))
 
@@ -309,11 +322,11 @@ class PlainKernels:
 
     def linear(self, spec: LinearSpec) -> Kernel:
         n, k = spec.out_features, spec.in_features
-        name = f"linear_{n}x{k}{'_bias' * spec.bias}{'_swiglu' * spec.swiglu}"
+        name = f"linear_{n}x{k}{'_bias' * spec.bias}{'_' + spec.glu if spec.glu else ''}"
         inputs = ("x", "weight", "bias") if spec.bias else ("x", "weight")
         if not spec.residual:
-            return _kernel(_linear(n, k, spec.bias, spec.swiglu), name, inputs, ("y",))
-        product = Stage(_linear(n, k, spec.bias, spec.swiglu), name, inputs, ("product",))
+            return _kernel(_linear(n, k, spec.bias, spec.glu), name, inputs, ("y",))
+        product = Stage(_linear(n, k, spec.bias, spec.glu), name, inputs, ("product",))
         total = Stage(_add(n), f"add_{n}", ("product", "residual"), ("y",))
         return Kernel((product, total), "rule:plain", {"product": (("t", n), "float32")})
 

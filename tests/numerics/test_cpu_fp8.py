@@ -38,11 +38,11 @@ def check(kernels: CpuKernels, spec: LinearSpec, rows: int) -> None:
     rng = np.random.default_rng(rows)
     n, k = spec.out_features, spec.in_features
     weight = random_weight(spec.weight.name, n, k)
-    layout = kernels.weight_layout(spec.weight, n, k, spec.swiglu)
+    layout = kernels.weight_layout(spec.weight, n, k, spec.gated)
     packed = kernels.pack(layout, weight)[""]
     ((suffix, shape, dtype),) = layout.buffers
     assert suffix == "" and packed.shape == shape and packed.dtype == dtype
-    columns = n // 2 if spec.swiglu else n
+    columns = n // 2 if spec.gated else n
     w = weight.dequantize().astype("float64")
     x = (rng.standard_normal((rows, k)) / np.sqrt(k) / np.sqrt((w**2).mean())).astype("float32")
     bias, residual = rng.standard_normal(n).astype("float32"), rng.standard_normal((rows, columns)).astype("float32")
@@ -51,7 +51,7 @@ def check(kernels: CpuKernels, spec: LinearSpec, rows: int) -> None:
     wide = x.astype("float64")
     expected = finish(wide @ w.T, spec, bias, residual)
     magnitude = np.abs(wide) @ np.abs(w).T + 3
-    if spec.swiglu:     # |d silu| <= 1.1, so an error of either side grows with the other
+    if spec.gated:     # |d silu|, |d gelu| <= 1.13, so an error of either side grows with the other
         gate, up = np.split(magnitude, 2, axis=1)
         magnitude = 3 * gate * up
     assert (np.abs(y - expected) <= 1e-6 * magnitude).all(), np.abs(y - expected).max()
@@ -67,7 +67,7 @@ def test_linear(kernels: CpuKernels, name: str, phase: str, n: int, k: int) -> N
         check(kernels, LinearSpec(n, k, FORMATS[name], phase, "float32", "float32"), rows)
 
 
-@pytest.mark.parametrize("options", [{"bias": True, "residual": True}, {"swiglu": True}, {"swiglu": True, "bias": True}],
+@pytest.mark.parametrize("options", [{"bias": True, "residual": True}, {"glu": "swiglu"}, {"glu": "geglu", "bias": True}],
                          ids=str)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_epilogues(kernels: CpuKernels, phase: str, options: dict[str, bool]) -> None:

@@ -7,6 +7,7 @@ the bound that rounding implies (half a step of each activation times the weight
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, LinearSp
 from relaxpack.schedules.kernels.cpu.provider import CpuKernels
 from relaxpack.target import TargetSpec, host_cpu_features, parse_target
 from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
+from tests.helpers.matmul_case import activation
 
 _AVX2 = ("avx2", "fma", "f16c")
 LEVELS = {
@@ -104,15 +106,11 @@ def rounded(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     return value.reshape(x.shape), step.reshape(x.shape)
 
 
-def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
-
-
 def finish(product: np.ndarray, spec: LinearSpec, bias: np.ndarray, residual: np.ndarray) -> np.ndarray:
     y = product + (bias if spec.bias else 0)
-    if spec.swiglu:
+    if spec.gated:
         gate, up = np.split(y, 2, axis=1)
-        y = silu(gate) * up
+        y = activation(spec.glu, gate) * up
     return y + (residual if spec.residual else 0)
 
 
@@ -120,11 +118,11 @@ def check_linear(kernels: CpuKernels, spec: LinearSpec, rows: int, seed: int = 0
     rng = np.random.default_rng(seed + 1)
     fmt, n, k = spec.weight, spec.out_features, spec.in_features
     weight = random_weight(fmt, n, k, seed)
-    layout = kernels.weight_layout(fmt, n, k, spec.swiglu)
+    layout = kernels.weight_layout(fmt, n, k, spec.gated)
     packed = kernels.pack(layout, weight)
     for suffix, shape, dtype in layout.buffers:
         assert packed[suffix].shape == shape and packed[suffix].dtype == dtype
-    columns = n // 2 if spec.swiglu else n
+    columns = n // 2 if spec.gated else n
     x = rng.standard_normal((rows, k)).astype("float32") * np.exp(rng.standard_normal((rows, k))).astype("float32")
     x[-1, :fmt.group_size or 3] = 0  # a group without a largest value
     bias, residual = rng.standard_normal(n).astype("float32"), rng.standard_normal((rows, columns)).astype("float32")
@@ -138,9 +136,9 @@ def check_linear(kernels: CpuKernels, spec: LinearSpec, rows: int, seed: int = 0
     magnitude = np.abs(used) @ np.abs(w).T
     if isinstance(weight, QuantizedTensor) and weight.format.name in ("q4_0",):
         magnitude = magnitude + np.abs(used) @ np.abs(weight.codes * np.repeat(weight.scales, 32, 1).astype("f8")).T
-    bound = 3e-6 * magnitude.max() * (4 * np.abs(expected).max() if spec.swiglu else 1) + 1e-6
+    bound = 3e-6 * magnitude.max() * (4 * np.abs(expected).max() if spec.gated else 1) + 1e-6
     assert np.abs(y - expected).max() <= bound, (np.abs(y - expected).max(), bound)
-    if step is not None and not spec.swiglu:
+    if step is not None and not spec.gated:
         limit = step @ np.abs(w).T + bound
         assert (np.abs(y - finish(x.astype("float64") @ w.T, spec, bias, residual)) <= limit).all()
 
@@ -158,8 +156,9 @@ def test_linear_every_format(kernels: CpuKernels, name: str, phase: str) -> None
 
 @pytest.mark.parametrize("name", ["f32", "q4_1"])
 @pytest.mark.parametrize("options", [{"bias": True}, {"residual": True}, {"bias": True, "residual": True},
-                                     {"swiglu": True}, {"swiglu": True, "bias": True}], ids=str)
-def test_linear_epilogues(float_kernels: CpuKernels, name: str, options: dict[str, bool]) -> None:
+                                     {"glu": "swiglu"}, {"glu": "swiglu", "bias": True},
+                                     {"glu": "geglu", "bias": True}], ids=str)
+def test_linear_epilogues(float_kernels: CpuKernels, name: str, options: dict[str, Any]) -> None:
     n = 84  # whole panels and a partial one, also where gate and up share them
     check_linear(float_kernels, LinearSpec(n, 64, FORMATS[name], "decode", "float32", "float32", **options), 3)
 

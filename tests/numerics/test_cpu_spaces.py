@@ -28,7 +28,7 @@ from tests.helpers.tuning_records import record
 ATTENTION = AttentionSpec(4, 4, 2, 32, 32, 8, 64, 512, "float32", "float16", 32**-0.5)
 SPECS: dict[str, tuple[str, Any]] = {
     "q4 decode": ("linear", LinearSpec(70, 96, FORMATS["q4_1"], "decode", "float32", "float32", residual=True)),
-    "q8 prefill": ("linear", LinearSpec(96, 64, FORMATS["q8_0"], "prefill", "float32", "float32", swiglu=True)),
+    "q8 prefill": ("linear", LinearSpec(96, 64, FORMATS["q8_0"], "prefill", "float32", "float32", glu="swiglu")),
     "f16 decode": ("linear", LinearSpec(70, 77, FORMATS["f16"], "decode", "float32", "float32", bias=True)),
     "f32 prefill": ("linear", LinearSpec(64, 77, FORMATS["f32"], "prefill", "float32", "float32")),
     "norm": ("norm", NormSpec(77, 1e-5, "float32", True)),

@@ -34,23 +34,23 @@ def random_weight(rng: np.random.Generator, name: str, n: int, k: int) -> Quanti
 
 
 def check(rng, make, name, n, k, t, dtype, options, grid, warps):
-    swiglu = options.get("swiglu", False)
-    out = n // 2 if swiglu else n
+    glu = options.get("glu")
+    out = n // 2 if glu else n
     x, weight = case.random_array(rng, (t, k), dtype), random_weight(rng, name, n, k)
     bias = rng.standard_normal(n).astype(np.float32) if options.get("bias") else None
     residual = case.random_array(rng, (t, out), dtype) if options.get("residual") else None
-    packed = pack(weight_layout(weight.format, n, k, swiglu), weight)
+    packed = pack(weight_layout(weight.format, n, k, glu is not None), weight)
     y = case.poisoned((t, out), "float32")
     emulate(make(n, k, weight.format, dtype, "float32", **options), grid, 32 * warps, x=x, **packed, y=y, t=t,
-                 **({} if bias is None else {"bias": bias[row_order(n, swiglu)]}),
+                 **({} if bias is None else {"bias": bias[row_order(n, glu is not None)]}),
                  **({} if residual is None else {"residual": residual}))
-    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, swiglu)) < case.TOLERANCE["float32"]
+    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, glu)) < case.TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize(("name", "n", "k", "t", "dtype", "options"), [
     ("fp8", 56, 584, 3, "float16", {"warps": 2, "unroll": 1, "convert": True, "dependent_launch": True}),
     ("fp8_block", 72, 328, 11, "bfloat16", {"columns": 16, "strips": 2, "residual": True, "warps": 4}),
-    ("fp8_block", 64, 512, 9, "float16", {"swiglu": True, "bias": True, "residual": True}),
+    ("fp8_block", 64, 512, 9, "float16", {"glu": "swiglu", "bias": True, "residual": True}),
     ("fp8_block", 32, 704, 2, "bfloat16", {"warps": 2, "ahead": True, "convert": True}),
 ])
 def test_rows(rng, name, n, k, t, dtype, options):
@@ -61,7 +61,7 @@ def test_rows(rng, name, n, k, t, dtype, options):
 
 @pytest.mark.parametrize(("name", "n", "k", "t", "dtype", "options"), [
     ("fp8", 136, 328, 19, "bfloat16", {"columns": 16, "warps": 4}),
-    ("fp8_block", 128, 448, 33, "float16", {"columns": 32, "strips": 2, "warps": 2, "swiglu": True, "bias": True,
+    ("fp8_block", 128, 448, 33, "float16", {"columns": 32, "strips": 2, "warps": 2, "glu": "swiglu", "bias": True,
                                             "convert": True}),
 ])
 def test_rows_with_shared_x(rng, name, n, k, t, dtype, options):

@@ -29,23 +29,24 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
     (64, 512, 1, "bfloat16", {}),
     (64, 576, 3, "bfloat16", {"warps": 4, "bias": True}),
     (72, 584, 11, "bfloat16", {"columns": 16, "strips": 2, "residual": True, "dependent_launch": True}),
-    (64, 512, 9, "float16", {"swiglu": True, "bias": True, "residual": True, "strips": 2}),
+    (64, 512, 9, "float16", {"glu": "swiglu", "bias": True, "residual": True, "strips": 2}),
+    (64, 192, 2, "bfloat16", {"glu": "geglu", "bias": True, "warps": 2}),
     (40, 136, 70, "float16", {"columns": 64, "warps": 2, "unroll": 1}),
 ])
 def test_rows(rng, n, k, t, dtype, options):
-    swiglu = options.get("swiglu", False)
-    out = n // 2 if swiglu else n
+    glu = options.get("glu")
+    out = n // 2 if glu else n
     x, weight = case.random_array(rng, (t, k), dtype), case.random_array(rng, (n, k), dtype, 0.1)
     bias = rng.standard_normal(n).astype(np.float32) if options.get("bias") else None
     residual = case.random_array(rng, (t, out), dtype) if options.get("residual") else None
-    order = row_order(n, swiglu)
-    packed = pack(weight_layout(FORMATS["bf16" if dtype == "bfloat16" else "f16"], n, k, swiglu), weight)
+    order = row_order(n, glu is not None)
+    packed = pack(weight_layout(FORMATS["bf16" if dtype == "bfloat16" else "f16"], n, k, glu is not None), weight)
     y = case.poisoned((t, out), dtype)
     func = gemm_rows(n, k, dtype, dtype, **options)
     case.emulate(func, (-(-n // (16 * options.get("strips", 1))), -(-t // options.get("columns", 8))),
                  32 * options.get("warps", 8), x=x, weight=packed[""], y=y, t=t,
                  **({} if bias is None else {"bias": bias[order]}), **({} if residual is None else {"residual": residual}))
-    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, swiglu)) < case.TOLERANCE[dtype]
+    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, glu)) < case.TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("name", "n", "k", "t", "dtype", "options"), [
@@ -53,63 +54,64 @@ def test_rows(rng, n, k, t, dtype, options):
     ("q4_0", 56, 544, 17, "float16", {"columns": 8, "warps": 2, "unroll": 1, "dependent_launch": True}),
     ("q4_1", 64, 576, 3, "bfloat16", {"warps": 4, "bias": True, "unroll": 2}),
     ("q8_0", 72, 576, 11, "bfloat16", {"columns": 16, "strips": 2, "residual": True}),
-    ("q4_k", 64, 512, 9, "float16", {"swiglu": True, "bias": True, "residual": True, "strips": 2}),
-    ("q6_k", 64, 512, 9, "bfloat16", {"swiglu": True}),
-    ("q5_1", 48, 256, 2, "float16", {}),
+    ("q4_k", 64, 512, 9, "float16", {"glu": "swiglu", "bias": True, "residual": True, "strips": 2}),
+    ("q6_k", 64, 512, 9, "bfloat16", {"glu": "swiglu"}),
+    ("q5_1", 48, 256, 2, "float16", {"glu": "geglu"}),
     ("q8_0", 32, 704, 2, "bfloat16", {"warps": 2, "ahead": True, "dependent_launch": True}),
     ("q5_k", 32, 96, 2, "bfloat16", {}),
 ])
 def test_quantized_rows(rng, name, n, k, t, dtype, options):
     """Exact codes and float32 scales: the float32 result has float32 accuracy."""
-    swiglu = options.get("swiglu", False)
-    out = n // 2 if swiglu else n
+    glu = options.get("glu")
+    out = n // 2 if glu else n
     x, weight = case.random_array(rng, (t, k), dtype), case.random_quantized(rng, name, n, k)
     bias = rng.standard_normal(n).astype(np.float32) if options.get("bias") else None
     residual = case.random_array(rng, (t, out), dtype) if options.get("residual") else None
-    packed = pack(weight_layout(weight.format, n, k, swiglu), weight)
+    packed = pack(weight_layout(weight.format, n, k, glu is not None), weight)
     y = case.poisoned((t, out), "float32")
     func = gemm_rows_quant(n, k, weight.format, dtype, "float32", **options)
     case.emulate(func, (-(-(-(-n // 16)) // options.get("strips", 1)), -(-t // options.get("columns", 8))),
                  32 * options.get("warps", 8), x=x, **packed, y=y, t=t,
-                 **({} if bias is None else {"bias": bias[row_order(n, swiglu)]}),
+                 **({} if bias is None else {"bias": bias[row_order(n, glu is not None)]}),
                  **({} if residual is None else {"residual": residual}))
-    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, swiglu)) < case.TOLERANCE["float32"]
+    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, glu)) < case.TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize(("name", "n", "k", "t", "dtype", "options"), [
     ("q4_0", 136, 320, 19, "bfloat16", {"columns": 16, "warps": 4}),
     ("q4_k", 128, 448, 33, "float16",
-     {"columns": 32, "strips": 2, "warps": 2, "swiglu": True, "bias": True, "residual": True}),
-    ("q8_0", 48, 96, 9, "bfloat16", {"columns": 16, "warps": 2, "dependent_launch": True}),
+     {"columns": 32, "strips": 2, "warps": 2, "glu": "swiglu", "bias": True, "residual": True}),
+    ("q8_0", 48, 96, 9, "bfloat16", {"columns": 16, "warps": 2, "dependent_launch": True, "glu": "geglu"}),
 ])
 def test_quantized_rows_with_shared_x(rng, name, n, k, t, dtype, options):
-    swiglu = options.get("swiglu", False)
-    out = n // 2 if swiglu else n
+    glu = options.get("glu")
+    out = n // 2 if glu else n
     x, weight = case.random_array(rng, (t, k), dtype), case.random_quantized(rng, name, n, k)
     bias = rng.standard_normal(n).astype(np.float32) if options.get("bias") else None
     residual = case.random_array(rng, (t, out), dtype) if options.get("residual") else None
     y = case.poisoned((t, out), "float32")
     blocks = -(-(-(-n // 16)) // (options.get("strips", 1) * options["warps"])) * -(-t // options["columns"])
     case.emulate(gemm_few_quant(n, k, weight.format, dtype, "float32", **options), (blocks,), 32 * options["warps"], x=x,
-                 **pack(weight_layout(weight.format, n, k, swiglu), weight), y=y, t=t,
-                 **({} if bias is None else {"bias": bias[row_order(n, swiglu)]}),
+                 **pack(weight_layout(weight.format, n, k, glu is not None), weight), y=y, t=t,
+                 **({} if bias is None else {"bias": bias[row_order(n, glu is not None)]}),
                  **({} if residual is None else {"residual": residual}))
-    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, swiglu)) < case.TOLERANCE["float32"]
+    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, glu)) < case.TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize(("n", "k", "t", "dtype", "options"), [
-    (136, 200, 70, "bfloat16", {}), (160, 64, 130, "float16", {"swiglu": True, "bias": True, "residual": True})])
+    (136, 200, 70, "bfloat16", {}), (48, 64, 5, "bfloat16", {"glu": "geglu"}),
+    (160, 64, 130, "float16", {"glu": "swiglu", "bias": True, "residual": True})])
 def test_tiles(rng, n, k, t, dtype, options):
-    swiglu = options.get("swiglu", False)
-    out = n // 2 if swiglu else n
+    glu = options.get("glu")
+    out = n // 2 if glu else n
     x, weight = case.random_array(rng, (t, k), dtype), case.random_array(rng, (n, k), dtype, 0.1)
     bias = rng.standard_normal(n).astype(np.float32) if options.get("bias") else None
     residual = case.random_array(rng, (t, out), dtype) if options.get("residual") else None
-    order, y = row_order(n, swiglu), case.poisoned((t, out), dtype)
+    order, y = row_order(n, glu is not None), case.poisoned((t, out), dtype)
     case.emulate(gemm_tiles(n, k, dtype, dtype, **options), (-(-n // 128), -(-t // 128)), 256, arch="sm_80", x=x,
                  weight=np.ascontiguousarray(weight[order]), y=y, t=t, **({} if bias is None else {"bias": bias[order]}),
                  **({} if residual is None else {"residual": residual}))
-    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, swiglu)) < case.TOLERANCE[dtype]
+    assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, glu)) < case.TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q6_k"])

@@ -100,7 +100,7 @@ def test_buffers_reach_the_library_and_numbers_come_back(calls: list[str], dtype
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"bias": True}, "not called for a bias"), ({"swiglu": True}, "not called for SwiGLU"),
+    ({"bias": True}, "not called for a bias"), ({"glu": "swiglu"}, "not called for a gated linear unit"),
     ({"weight": FORMATS["q4_1"]}, "plain weights of the activations' dtype, not q4_1"),
     ({"weight": FORMATS["f16"]}, "not f16"),
     ({"residual": True, "out_dtype": "float32"}, "no bfloat16 residual to float32")])
@@ -156,7 +156,7 @@ class _SomeByLibrary(PlainKernels):
     """Every projection that the library can do, in float32 as all that is plain; the attention's input projection not."""
 
     def linear(self, spec: LinearSpec) -> Kernel:
-        if spec.bias or spec.swiglu or spec.residual or spec.out_features == 64:
+        if spec.bias or spec.gated or spec.residual or spec.out_features == 64:
             return super().linear(spec)
         func = library_kernels._call(cublaslt.MATMUL, spec.out_features, spec.in_features, "float32", "float32", False)
         (stage,) = library_linear(SPEC, "cublaslt").stages

@@ -32,7 +32,7 @@ class Faulty(PlainKernels):
     """Has no kernel for SwiGLU, and no error of ours to say so."""
 
     def linear(self, spec: LinearSpec) -> Kernel:
-        if spec.swiglu:
+        if spec.gated:
             raise KeyError(f"no tile for {spec.out_features}")
         return super().linear(spec)
 

@@ -1,5 +1,5 @@
 """What the linear kernels share: their parameters, how panels and tiles of rows are dealt out, and how a panel's finished
-sums become outputs: bias, residual, SwiGLU, and the partial last panel.
+sums become outputs: bias, residual, gated linear unit, and the partial last panel.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from relaxpack.kernel_spec import LinearSpec, WeightLayout
 
 from .builder import T, either, hold_index, i64, load, loop, minimum, parallel, store
-from .isa import silu
+from .isa import gelu, silu
 from .layout import HALF, PANEL
 
 Expr = Any
@@ -19,7 +19,7 @@ Expr = Any
 def linear_params(spec: LinearSpec, layout: WeightLayout, rows: Expr) -> list[tuple[str, tuple[Any, ...], str]]:
     """x f32[t, K], weight, [bias], [residual], y f32[t, N] as `build` takes them; the weight's first size is its panels."""
     (_, shape, dtype), = layout.buffers
-    y = ((rows, spec.out_features // 2 if spec.swiglu else spec.out_features), "float32")
+    y = ((rows, spec.out_features // 2 if spec.gated else spec.out_features), "float32")
     bias = [("bias", (spec.out_features,), "float32")] if spec.bias else []
     residual = [("residual", *y)] if spec.residual else []
     return [("x", (rows, spec.in_features), "float32"), ("weight", shape, dtype), *bias, *residual, ("y", *y)]
@@ -75,9 +75,9 @@ def store_tile(spec: LinearSpec, sums: Any, lanes: int, panel: Expr, first: Expr
 def store_panel(spec: LinearSpec, sums: list[Expr], lanes: int, row: Expr, panel: Expr, bias: Any, residual: Any,
                 y: Any) -> None:
     """Write the outputs of one row and panel. sums: the 32 lanes as vectors of `lanes`, in panel order."""
-    columns = spec.out_features // 2 if spec.swiglu else spec.out_features
-    width = HALF if spec.swiglu else PANEL
-    if spec.swiglu:
+    columns = spec.out_features // 2 if spec.gated else spec.out_features
+    width = HALF if spec.gated else PANEL
+    if spec.gated:
         # The two halves are gate and up of the same columns. A bias would be cut the same way.
         count = len(sums) // 2
         gate_bias = up_bias = None
@@ -87,7 +87,7 @@ def store_panel(spec: LinearSpec, sums: list[Expr], lanes: int, row: Expr, panel
             if spec.bias:
                 gate = gate + load(bias, at, lanes=n)
                 up = up + load(bias, at + i64(columns), lanes=n)
-            return silu(gate, n) * up
+            return (silu if spec.glu == "swiglu" else gelu)(gate, n) * up
 
         pairs = [(sums[v], sums[count + v]) for v in range(count)]
     else:

@@ -159,6 +159,13 @@ def silu(x: Expr, lanes: int) -> Expr:
     return x / (const(1.0, lanes) + exp(const(0.0, lanes) - x, lanes))
 
 
+def gelu(x: Expr, lanes: int) -> Expr:
+    """With the tanh approximation: 0.5 x (1 + tanh y) = x / (1 + exp(-2 y)), y = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    x = hold(x, lanes)
+    y = x * (const(1.0, lanes) + const(0.044715, lanes) * x * x)
+    return x / (const(1.0, lanes) + exp(const(-1.5957691216057308, lanes) * y, lanes))
+
+
 def to_float(value: Expr, dtype: str, lanes: int) -> Expr:
     """A loaded vector of a float weight or KV dtype ("uint16" stands for bfloat16 bits) as float32."""
     if dtype == "float32":

@@ -57,15 +57,15 @@ def float_storage(weight: WeightFormat) -> str:
     return {"f32": "float32", "f16": "float16", "bf16": "uint16"}[weight.name]
 
 
-def panels(out_features: int, swiglu: bool) -> int:
-    return -(-(out_features // 2) // HALF) if swiglu else -(-out_features // PANEL)
+def panels(out_features: int, gated: bool) -> int:
+    return -(-(out_features // 2) // HALF) if gated else -(-out_features // PANEL)
 
 
-def weight_layout(weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
-    name = f"cpu.{weight.name}.panel32" + (".gate_up" if swiglu else "")
-    if swiglu and out_features % 2:
+def weight_layout(weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
+    name = f"cpu.{weight.name}.panel32" + (".gate_up" if gated else "")
+    if gated and out_features % 2:
         raise CompileError(f"gate and up rows together must be even, got {out_features}")
-    count = panels(out_features, swiglu)
+    count = panels(out_features, gated)
     if not weight.quantized:
         return WeightLayout(name, (("", (count, in_features, PANEL), float_storage(weight)),))
     if weight.name not in LARGEST:

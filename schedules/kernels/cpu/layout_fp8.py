@@ -24,12 +24,12 @@ def group_columns(weight: WeightFormat, in_features: int) -> int:
     return in_features if weight.group_size == WHOLE_ROW else weight.group_size
 
 
-def weight_layout(weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
-    if swiglu and out_features % 2:
+def weight_layout(weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
+    if gated and out_features % 2:
         raise CompileError(f"gate and up rows together must be even, got {out_features}")
     record = group_columns(weight, in_features) * PANEL + SCALE_BYTES
-    shape = (panels(out_features, swiglu), weight.groups(in_features), record)
-    return WeightLayout(f"cpu.{weight.name}.panel32" + (".gate_up" if swiglu else ""), (("", shape, "uint8"),))
+    shape = (panels(out_features, gated), weight.groups(in_features), record)
+    return WeightLayout(f"cpu.{weight.name}.panel32" + (".gate_up" if gated else ""), (("", shape, "uint8"),))
 
 
 def pack(layout: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str, np.ndarray]:

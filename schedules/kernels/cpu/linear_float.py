@@ -63,7 +63,7 @@ def _tile(isa: Isa, spec: LinearSpec, tuning: FloatTuning, x: Any, weight: Any, 
 def linear_float(isa: Isa, spec: LinearSpec, tuning: FloatTuning | None = None) -> Any:
     """PrimFunc: x f32[t, K], weight, [bias], [residual] → y f32[t, N]."""
     tuning, t = tuning or default_tuning(isa), symbol("t")
-    layout = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.swiglu)
+    layout = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.gated)
     params = linear_params(spec, layout, t)
     panels = params[1][1][0]
 

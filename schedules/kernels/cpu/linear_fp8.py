@@ -215,7 +215,7 @@ def linear_fp8(isa: Isa, spec: LinearSpec, tuning: Fp8Tuning | None = None) -> A
     """PrimFunc: x f32[t, K], weight, [bias], [residual] → y f32[t, N]."""
     tuning, t, lanes = tuning or default_tuning(isa), symbol("t"), isa.lanes
     assert STRETCH % tuning.unroll == 0
-    layout = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.swiglu)
+    layout = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.gated)
     params = linear_params(spec, layout, t)
     panels = params[1][1][0]
 

@@ -127,7 +127,7 @@ def default_tuning(isa: Isa) -> QuantizedTuning:
 def linear_quantized(isa: Isa, spec: LinearSpec, tuning: QuantizedTuning | None = None) -> Any:
     """PrimFunc: x f32[t, K], weight, [bias], [residual] → y f32[t, N]."""
     tuning, t = tuning or default_tuning(isa), symbol("t")
-    layout = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.swiglu)
+    layout = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.gated)
     params = linear_params(spec, layout, t)
     panels = params[1][1][0]
     record = Record(spec.weight)

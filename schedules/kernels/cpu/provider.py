@@ -55,9 +55,9 @@ class CpuKernels:
         """The questions so far: operation, spec and answer."""
         return [(operation, spec, kernel) for (operation, spec), kernel in self._kernels.items()]
 
-    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
+    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
         module = layout_fp8 if weight.e4m3 else layout
-        return module.weight_layout(weight, out_features, in_features, swiglu)
+        return module.weight_layout(weight, out_features, in_features, gated)
 
     def pack(self, layout_: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str, np.ndarray]:
         packed_as = FORMATS[layout_.name.split(".")[1]]
@@ -67,7 +67,7 @@ class CpuKernels:
         _only_float32("linear", spec.activation_dtype, spec.out_dtype)
         extras = (["bias"] if spec.bias else []) + (["residual"] if spec.residual else [])
         name = "_".join(["linear", spec.weight.name, f"{spec.out_features}x{spec.in_features}", *extras,
-                         *(["swiglu"] if spec.swiglu else []), spec.phase])
+                         *([spec.glu] if spec.glu else []), spec.phase])
         make = linear_fp8 if spec.weight.e4m3 else linear_quantized if spec.weight.quantized else linear_float
         return self._kernel("linear", spec, name, lambda: make(self.isa, spec), ("x", "weight", *extras), ("y",))
 

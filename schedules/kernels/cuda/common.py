@@ -1,5 +1,5 @@
-"""Small device pieces that the CUDA kernels share: silu, the buffers of the linear kernels in the contract's order,
-and how a finished PrimFunc is marked. No kernel lives here."""
+"""Small device pieces that the CUDA kernels share: gated products, the buffers of the linear kernels in the contract's
+order, and how a finished PrimFunc is marked. No kernel lives here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ SHORT = {"bfloat16": "bf16", "float16": "f16"}      # activation dtype → PTX n
 _SILU = """
 __device__ __forceinline__ float silu_f32(float x) { return x / (1.0f + __expf(-x)); }
 """
+# 0.5 x (1 + tanh y) = x / (1 + exp(-2 y)) with y = sqrt(2 / pi) (x + 0.044715 x^3)
+_GELU = """
+__device__ __forceinline__ float gelu_tanh_f32(float x) {
+  return x / (1.0f + __expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+}
+"""
 
 
-def silu(x):
-    """x * sigmoid(x) in float32."""
-    return T.cuda.func_call("silu_f32", x, source_code=_SILU, return_type="float32")
+def glu_product(glu: str, gate, up):
+    """The product of a gated linear unit in float32: silu(gate) * up, or with "geglu" gelu(gate) * up."""
+    name, source = ("silu_f32", _SILU) if glu == "swiglu" else ("gelu_tanh_f32", _GELU)
+    return T.cuda.func_call(name, gate, source_code=source, return_type="float32") * up
 
 
 def mma_name(dtype: str) -> str:
@@ -53,9 +60,9 @@ def entry(body, N: int, K: int, OUT: int, dtype: str, out_dtype: str, bias: bool
 
 
 def linear_func(body, N: int, K: int, dtype: str, out_dtype: str, name: str, *, grid: str = "x", cluster: int = 1,
-                bias: bool = False, residual: bool = False, swiglu: bool = False, dependent_launch: bool = False, **_):
+                bias: bool = False, residual: bool = False, glu: str | None = None, dependent_launch: bool = False, **_):
     """A finished PrimFunc around one inlined kernel; further options of the kernel are ignored here."""
-    func = entry(body, N, K, N // 2 if swiglu else N, dtype, out_dtype, bias, residual)
+    func = entry(body, N, K, N // 2 if glu else N, dtype, out_dtype, bias, residual)
     return finish(func, name, dependent_launch, cluster, grid)
 
 

@@ -10,7 +10,7 @@ the result does not depend on timing and no workspace or counter is needed.
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.common import SHORT, device, linear_func, silu
+from relaxpack.schedules.kernels.cuda.common import SHORT, device, glu_product, linear_func
 from relaxpack.schedules.kernels.cuda.fragments import high, low, pack
 from tvm.script import tirx as T
 
@@ -26,12 +26,13 @@ __device__ __forceinline__ void wg_fence(float& r) { asm volatile("" : "+f"(r) :
 
 
 def few_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, consumers: int = 1, split: int = 1,
-             share: int = 1, blocks_per_sm: int = 2, bias: bool = False, residual: bool = False, swiglu: bool = False,
+             share: int = 1, blocks_per_sm: int = 2, bias: bool = False, residual: bool = False, glu: str | None = None,
              dependent_launch: bool = False):
     """Buffers as in gemm_rows. columns: rows of x per block (multiple of 8, at most 256); consumers: warpgroups, each 64
     weight rows; split: blocks along K (1 to 8); share: neighbouring strips that load each x tile together and multicast it.
     A cluster has split * share blocks, at most 8."""
-    assert N % 8 == 0 and K % 8 == 0 and columns % 8 == 0 and 8 <= columns <= 256 and (not swiglu or N % 16 == 0)
+    gated = glu is not None
+    assert N % 8 == 0 and K % 8 == 0 and columns % 8 == 0 and 8 <= columns <= 256 and (not gated or N % 16 == 0)
     assert columns % (8 * share) == 0 and split * share <= 8
     BM, NB, NC, S = 64 * consumers, columns, consumers, split
     CL, XB = split * share, columns // share        # blocks of a cluster; rows of x that one block loads
@@ -46,8 +47,8 @@ def few_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
     PACK = pack(dtype)
     MASK = sum(1 << member * split for member in range(share))      # blocks that share x with block 0
     MMA = f"wgmma.mma_async.sync.aligned.m64n{NB}k16.f32.{SHORT[dtype]}.{SHORT[dtype]}"
-    OUT = N // 2 if swiglu else N
-    BO = BM // 2 if swiglu else BM
+    OUT = N // 2 if gated else N
+    BO = BM // 2 if gated else BM
     clustered, shared = CL > 1, share > 1
 
     def accumulators(c):
@@ -76,17 +77,17 @@ def few_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
     @T.inline
     def store(partial, peers, bias_buffer, residual_buffer, y, v, w, tile, m, column, f):
         """Outputs f .. f + 3 of row m."""
-        base = T.meta_var(f // 8 * 16 + f % 8 if swiglu else f)
+        base = T.meta_var(f // 8 * 16 + f % 8 if gated else f)
         gather(v, 0, partial, peers, column * PITCH + base)
-        if swiglu:
+        if gated:
             gather(v, 4, partial, peers, column * PITCH + base + 8)
         for e in T.unroll(4):
             if bias:
                 v[e] = v[e] + bias_buffer[tile * BM + base + e]
-                if swiglu:
+                if gated:
                     v[4 + e] = v[4 + e] + bias_buffer[tile * BM + base + 8 + e]
-            if swiglu:
-                v[e] = silu(v[e]) * v[4 + e]
+            if gated:
+                v[e] = glu_product(glu, v[e], v[4 + e])
         if residual:
             T.ptx["ld.global.v2.b32"](w[0], w[1], residual_buffer.ptr_to([m, tile * BO + f]))
             for e in T.unroll(2):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
-from relaxpack.schedules.kernels.cuda.common import finish, mma_name, quant_entry, silu
+from relaxpack.schedules.kernels.cuda.common import finish, glu_product, mma_name, quant_entry
 from relaxpack.schedules.kernels.cuda.fragments import COMMIT, COPY16, WAIT
 from relaxpack.weight_format import WeightFormat
 from tvm.script import tirx as T
@@ -20,7 +20,7 @@ STAGES = 4                      # chunks of x in shared memory
 
 
 def gemm_few_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str, *, columns: int = 16, strips: int = 1,
-                   warps: int = 8, split: int = 1, bias: bool = False, residual: bool = False, swiglu: bool = False,
+                   warps: int = 8, split: int = 1, bias: bool = False, residual: bool = False, glu: str | None = None,
                    dependent_launch: bool = False, convert: bool = False, name: str = "gemm_few_quant"):
     """Buffers as in gemm_rows_quant. columns: rows of x per block; strips: blocks of 16 weight rows per warp; split: blocks
     of a cluster along K (more than 1 on Hopper only). Groups of 32, or fp8."""
@@ -31,7 +31,8 @@ def gemm_few_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
     BM = 16 * strips * W
     MMA = mma_name(dtype)
     PITCH = BM + 4
-    OUT, BO = (N // 2, BM // 2) if swiglu else (N, BM)
+    gated = glu is not None
+    OUT, BO = (N // 2, BM // 2) if gated else (N, BM)
     THREADS = W * 32
     CW, SW, ACC = F.words, F.scale_words, strips * NT * 4
     REG_C, REG_S = strips * CW, strips * SW
@@ -59,17 +60,17 @@ def gemm_few_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
     @T.inline
     def store(partial, peers, bias_buffer, residual_buffer, y, v, first, m, column, f):
         """Output feature `first` + f of row m; f counts inside the block."""
-        base = T.meta_var(f // 8 * 16 + f % 8 if swiglu else f)
+        base = T.meta_var(f // 8 * 16 + f % 8 if gated else f)
         gather(v, 0, partial, peers, column * PITCH + base)
-        if swiglu:
+        if gated:
             gather(v, 1, partial, peers, column * PITCH + base + 8)
-        row = T.meta_var((first * 2 if swiglu else first) + base)
+        row = T.meta_var((first * 2 if gated else first) + base)
         if bias:
             v[0] = v[0] + bias_buffer[row]
-            if swiglu:
+            if gated:
                 v[1] = v[1] + bias_buffer[row + 8]
-        if swiglu:
-            v[0] = silu(v[0]) * v[1]
+        if gated:
+            v[0] = glu_product(glu, v[0], v[1])
         if residual:
             v[0] = v[0] + T.Cast("float32", residual_buffer[m, first + f])
         y[m, first + f] = T.Cast(out_dtype, v[0])

@@ -1,6 +1,6 @@
 """Hopper matmul for many rows: y[t, N] = x[t, K] W[N, K]^T, warp-specialised and persistent. 384 threads: warpgroups 0
 and 1 multiply (64 rows of the tile each, wgmma m64nBNk16 from shared memory), one thread of warpgroup 2 issues TMA loads
-into a ring of stages. The epilogue (bias, residual, swiglu) works on the accumulators in registers and leaves through
+into a ring of stages. The epilogue (bias, residual, gate) works on the accumulators in registers and leaves through
 stmatrix and TMA stores, which clip at the edges, so any t and any N that is a multiple of 8 is right.
 
 With `cluster` 2, two blocks of neighbouring row tiles share the weight tile by TMA multicast.
@@ -9,7 +9,7 @@ With `cluster` 2, two blocks of neighbouring row tiles share the weight tile by 
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.common import SHORT, device, linear_func, silu
+from relaxpack.schedules.kernels.cuda.common import SHORT, device, glu_product, linear_func
 from relaxpack.schedules.kernels.cuda.fragments import high, low, pack
 from relaxpack.schedules.kernels.cuda.gemm_few import DESC, SW128, WG_FENCE
 from tvm.script import tirx as T
@@ -24,15 +24,16 @@ SHARED_LIMIT = 227 * 1024
 
 
 def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, cluster: int = 1, group_m: int = 8,
-              blocks: int = 132, bias: bool = False, residual: bool = False, swiglu: bool = False,
+              blocks: int = 132, bias: bool = False, residual: bool = False, glu: str | None = None,
               dependent_launch: bool = False):
     """Buffers as in gemm_rows. tile_n: columns of a tile (multiple of 32, at most 256); group_m: row tiles that are walked
     together to keep their x in L2; blocks: grid size, one block per multiprocessor."""
     BN, CL = tile_n, cluster
-    OUT = N // 2 if swiglu else N
-    BO = BN // 2 if swiglu else BN                  # output columns of a tile
+    gated = glu is not None
+    OUT = N // 2 if gated else N
+    BO = BN // 2 if gated else BN                  # output columns of a tile
     assert N % 8 == 0 and K % 8 == 0 and BN % 32 == 0 and 32 <= BN <= 256 and CL in (1, 2) and blocks % CL == 0
-    assert not swiglu or (N % 16 == 0 and BO % 32 == 0)
+    assert not gated or (N % 16 == 0 and BO % 32 == 0)
     ACC = 64 * BN // WG
     tma_store = out_dtype == dtype and OUT % 8 == 0
     EB = 64 if BO % 64 == 0 else 32                 # columns of one TMA store
@@ -184,7 +185,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                 def multiply_gate():
                     for i in T.unroll(ACC // 8):
                         for e in T.unroll(4):
-                            c[i * 4 + e] = silu(c[i * 8 + e]) * c[i * 8 + 4 + e]
+                            c[i * 4 + e] = glu_product(glu, c[i * 8 + e], c[i * 8 + 4 + e])
 
                 @T.inline
                 def add_residual(begin, end):
@@ -259,7 +260,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                     release(previous, T.bool(True))
                     if bias:
                         add_bias()
-                    if swiglu:
+                    if gated:
                         multiply_gate()
                     if tma_store:
                         store_boxes()

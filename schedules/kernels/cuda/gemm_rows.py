@@ -12,7 +12,7 @@ their partial sums meet in shared memory and are added in a fixed order.
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.common import device, linear_func, mma_name, silu
+from relaxpack.schedules.kernels.cuda.common import device, glu_product, linear_func, mma_name
 from tvm.script import tirx as T
 
 CHUNK = 64                     # values of K a warp takes at a time: 128 bytes of each weight row
@@ -21,13 +21,14 @@ LOAD_X = "ld.global.v4.b32"
 
 
 def rows_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 8, strips: int = 1, warps: int = 8,
-              unroll: int = 2, bias: bool = False, residual: bool = False, swiglu: bool = False,
+              unroll: int = 2, bias: bool = False, residual: bool = False, glu: str | None = None,
               dependent_launch: bool = False):
     """Inline over x `[t, K]`, weight `[N, K]`, [bias f32 `[N]`], [residual `[t, N]`] → y `[t, N]` (`[t, N/2]` with
-    swiglu, where rows come in blocks of 8 gate rows, then their 8 up rows).
+    `glu`, where rows come in blocks of 8 gate rows, then their 8 up rows).
 
     columns: rows of x per block (multiple of 8); strips: blocks of 16 weight rows per warp; unroll: chunks in flight."""
-    assert K % 8 == 0 and columns % 8 == 0 and (not swiglu or N % 16 == 0)
+    gated = glu is not None
+    assert K % 8 == 0 and columns % 8 == 0 and (not gated or N % 16 == 0)
     BM, NT, W, U = 16 * strips, columns // 8, warps, unroll
     chunks = -(-K // CHUNK)
     rounds = -(-chunks // (W * U))
@@ -35,26 +36,26 @@ def rows_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 8, s
     full_rows = N % BM == 0
     MMA = mma_name(dtype)
     PITCH = BM + 4                                  # shared row pitch in floats: no bank conflicts when writing
-    OUT = N // 2 if swiglu else N
-    BO = BM // 2 if swiglu else BM                  # outputs per block and row of x
+    OUT = N // 2 if gated else N
+    BO = BM // 2 if gated else BM                  # outputs per block and row of x
     THREADS = W * 32
     REG_W, REG_X, ACC = U * strips * 16, 8 * NT, strips * NT * 4
 
     @T.inline
     def store(partial, bias_buffer, residual_buffer, y, total, bx, m, column, f):
-        base = T.meta_var(f // 8 * 16 + f % 8 if swiglu else f)     # its (gate) row inside the block
+        base = T.meta_var(f // 8 * 16 + f % 8 if gated else f)     # its (gate) row inside the block
         total[0] = T.float32(0)
         total[1] = T.float32(0)
         for i in T.unroll(W):
             total[0] = total[0] + partial[i, column * PITCH + base]
-            if swiglu:
+            if gated:
                 total[1] = total[1] + partial[i, column * PITCH + base + 8]
         if bias:
             total[0] = total[0] + bias_buffer[bx * BM + base]
-            if swiglu:
+            if gated:
                 total[1] = total[1] + bias_buffer[bx * BM + base + 8]
-        if swiglu:
-            total[0] = silu(total[0]) * total[1]
+        if gated:
+            total[0] = glu_product(glu, total[0], total[1])
         if residual:
             total[0] = total[0] + T.Cast("float32", residual_buffer[m, bx * BO + f])
         y[m, bx * BO + f] = T.Cast(out_dtype, total[0])

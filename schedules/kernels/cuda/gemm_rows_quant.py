@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
-from relaxpack.schedules.kernels.cuda.common import finish, mma_name, quant_entry, silu
+from relaxpack.schedules.kernels.cuda.common import finish, glu_product, mma_name, quant_entry
 from relaxpack.weight_format import WeightFormat
 from tvm.script import tirx as T
 
@@ -19,7 +19,7 @@ LOAD_X4, LOAD_X2 = "ld.global.v4.b32", "ld.global.v2.b32"
 
 def gemm_rows_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str, *, columns: int = 8,
                     strips: int = 1, warps: int = 8, unroll: int = 2, ahead: bool = False, bias: bool = False,
-                    residual: bool = False, swiglu: bool = False, dependent_launch: bool = False, convert: bool = False,
+                    residual: bool = False, glu: str | None = None, dependent_launch: bool = False, convert: bool = False,
                     name: str = "gemm_rows_quant"):
     """Buffers: x `[t, K]`, weight codes, scales, [minimums] as packing.py lays them out, [bias], [residual] → y. Arguments
     as in gemm_rows; ahead: load the next round before this one is multiplied, for twice the registers; convert: the GPU
@@ -34,7 +34,8 @@ def gemm_rows_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype:
     strips_exact = STRIPS % strips == 0
     MMA = mma_name(dtype)
     PITCH = BM + 4
-    OUT, BO = (N // 2, BM // 2) if swiglu else (N, BM)
+    gated = glu is not None
+    OUT, BO = (N // 2, BM // 2) if gated else (N, BM)
     THREADS = W * 32
     CW, SW, ACC = F.words, F.scale_words, strips * NT * 4
     REG_C, REG_S, SETS = U * strips * CW, U * strips * SW, 2 if ahead else 1
@@ -43,19 +44,19 @@ def gemm_rows_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype:
 
     @T.inline
     def store(partial, bias_buffer, residual_buffer, y, total, bx, m, column, f):
-        base = T.meta_var(f // 8 * 16 + f % 8 if swiglu else f)
+        base = T.meta_var(f // 8 * 16 + f % 8 if gated else f)
         total[0] = T.float32(0)
         total[1] = T.float32(0)
         for i in T.unroll(W):
             total[0] = total[0] + partial[i, column * PITCH + base]
-            if swiglu:
+            if gated:
                 total[1] = total[1] + partial[i, column * PITCH + base + 8]
         if bias:
             total[0] = total[0] + bias_buffer[bx * BM + base]
-            if swiglu:
+            if gated:
                 total[1] = total[1] + bias_buffer[bx * BM + base + 8]
-        if swiglu:
-            total[0] = silu(total[0]) * total[1]
+        if gated:
+            total[0] = glu_product(glu, total[0], total[1])
         if residual:
             total[0] = total[0] + T.Cast("float32", residual_buffer[m, bx * BO + f])
         y[m, bx * BO + f] = T.Cast(out_dtype, total[0])

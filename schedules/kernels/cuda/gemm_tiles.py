@@ -8,7 +8,7 @@ chunks of a shared row are permuted by the row number, so that ldmatrix meets no
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.common import device, linear_func, mma_name, silu
+from relaxpack.schedules.kernels.cuda.common import device, glu_product, linear_func, mma_name
 from relaxpack.schedules.kernels.cuda.fragments import COMMIT, COPY16, LDMATRIX, WAIT
 from tvm.script import tirx as T
 
@@ -18,10 +18,11 @@ COPIES = BM * BK // 8 // THREADS                    # 16-byte copies per thread,
 
 
 def tiles_body(N: int, K: int, dtype: str, out_dtype: str, *, bias: bool = False, residual: bool = False,
-               swiglu: bool = False):
+               glu: str | None = None):
     """Buffers as in gemm_rows; grid (blocks of weight rows, blocks of rows)."""
-    assert K % 8 == 0 and (not swiglu or N % 16 == 0)
-    OUT = N // 2 if swiglu else N
+    gated = glu is not None
+    assert K % 8 == 0 and (not gated or N % 16 == 0)
+    OUT = N // 2 if gated else N
     KT = -(-K // BK)
     MMA = mma_name(dtype)
 
@@ -89,21 +90,21 @@ def tiles_body(N: int, K: int, dtype: str, out_dtype: str, *, bias: bool = False
                                        a[i * 4], a[i * 4 + 1], a[i * 4 + 2], a[i * 4 + 3], b[j * 2], b[j * 2 + 1],
                                        acc[d], acc[d + 1], acc[d + 2], acc[d + 3])
             for i in T.unroll(4):
-                for j in T.unroll(2 if swiglu else 4):
+                for j in T.unroll(2 if gated else 4):
                     for e in T.unroll(4):
                         m = T.meta_var(by * BM + warp_m + i * 16 + e // 2 * 8 + lane // 4)
-                        r = T.meta_var(bx * BN + warp_n + j * (16 if swiglu else 8) + lane % 4 * 2 + e % 2)   # weight row
-                        n = T.meta_var((bx * BN + warp_n) // 2 + j * 8 + lane % 4 * 2 + e % 2 if swiglu else r)
-                        d = T.meta_var((i * 4 + j * (2 if swiglu else 1)) * 4 + e)
+                        r = T.meta_var(bx * BN + warp_n + j * (16 if gated else 8) + lane % 4 * 2 + e % 2)   # weight row
+                        n = T.meta_var((bx * BN + warp_n) // 2 + j * 8 + lane % 4 * 2 + e % 2 if gated else r)
+                        d = T.meta_var((i * 4 + j * (2 if gated else 1)) * 4 + e)
                         if T.And(m < rows, n < OUT):
                             value[0] = acc[d]
                             if bias:
                                 value[0] = value[0] + bias_buffer[r]
-                            if swiglu:
+                            if gated:
                                 if bias:
-                                    value[0] = silu(value[0]) * (acc[d + 4] + bias_buffer[r + 8])
+                                    value[0] = glu_product(glu, value[0], acc[d + 4] + bias_buffer[r + 8])
                                 else:
-                                    value[0] = silu(value[0]) * acc[d + 4]
+                                    value[0] = glu_product(glu, value[0], acc[d + 4])
                             if residual:
                                 value[0] = value[0] + T.Cast("float32", residual_buffer[m, n])
                             y[m, n] = T.Cast(out_dtype, value[0])

@@ -22,8 +22,8 @@ def why_not(spec: LinearSpec, library: str) -> str | None:
         return f"library {library!r} is unknown to this relaxpack"
     if spec.weight.name not in ("bf16", "f16") or spec.weight.dtype != spec.activation_dtype:
         return f"{library} multiplies plain weights of the activations' dtype, not {spec.weight.name}"
-    if spec.bias or spec.swiglu:
-        return f"{library} is not called for {'a bias' if spec.bias else 'SwiGLU'}"
+    if spec.bias or spec.gated:
+        return f"{library} is not called for {'a bias' if spec.bias else 'a gated linear unit'}"
     if spec.residual and spec.out_dtype != spec.activation_dtype:
         return f"{library} adds no {spec.activation_dtype} residual to {spec.out_dtype}"
     return None

@@ -47,29 +47,29 @@ def linear(spec: LinearSpec, arch: str) -> Kernel:
         return _quantized(spec, hopper, spec.weight.e4m3 and can_convert(arch))
     plan = hopper_plan if hopper and _fits_tma(spec) else generic_plan
     if spec.max_rows is not None:
-        return _one(spec, plan(spec.out_features, spec.in_features, spec.max_rows, spec.swiglu), hopper)
+        return _one(spec, plan(spec.out_features, spec.in_features, spec.max_rows, spec.gated), hopper)
     limits = GENERIC_ROWS if plan is generic_plan else DECODE_ROWS if spec.phase == "decode" else PREFILL_ROWS
-    return _several(spec, [(limit, plan(spec.out_features, spec.in_features, limit, spec.swiglu)) for limit in limits])
+    return _several(spec, [(limit, plan(spec.out_features, spec.in_features, limit, spec.gated)) for limit in limits])
 
 
 def _fits_tma(spec: LinearSpec) -> bool:
     """Rows of y must be multiples of 16 bytes for vector and TMA stores."""
-    return spec.out_features % (16 if spec.swiglu else 8) == 0
+    return spec.out_features % (16 if spec.gated else 8) == 0
 
 
-def generic_plan(n: int, k: int, rows: int, swiglu: bool) -> Plan:
+def generic_plan(n: int, k: int, rows: int, gated: bool) -> Plan:
     """sm_80 and newer."""
     return _rows_plan(n, k, rows) if rows <= 16 else ("gemm_tiles", {})
 
 
-def hopper_plan(n: int, k: int, rows: int, swiglu: bool) -> Plan:
+def hopper_plan(n: int, k: int, rows: int, gated: bool) -> Plan:
     """Family and tiling for exactly `rows` rows (or up to them) of x, weights `[n, k]`. At 8 rows and fewer gemm_few is as
     fast alone, but in a chain its full shared memory keeps the next kernel from starting early."""
     if rows <= 8:
         return _rows_plan(n, k, rows)
-    if rows <= 128 or (rows <= 256 and (swiglu or (n <= 2048 and k >= 4096))):
-        return "gemm_few", few_tiling(n, k, rows, swiglu)
-    return "gemm_many", many_tiling(n, rows, swiglu)
+    if rows <= 128 or (rows <= 256 and (gated or (n <= 2048 and k >= 4096))):
+        return "gemm_few", few_tiling(n, k, rows, gated)
+    return "gemm_many", many_tiling(n, rows, gated)
 
 
 def _rows_plan(n: int, k: int, rows: int) -> Plan:
@@ -78,9 +78,9 @@ def _rows_plan(n: int, k: int, rows: int) -> Plan:
     return "gemm_rows", {"columns": 8 if rows <= 8 else 16, "warps": warps, "unroll": 2}
 
 
-def few_tiling(n: int, k: int, rows: int, swiglu: bool = False) -> dict[str, int]:
+def few_tiling(n: int, k: int, rows: int, gated: bool = False) -> dict[str, int]:
     """Enough blocks to fill most of the chip: strips of 128 weight rows, blocks of rows, then pieces of K."""
-    columns = -(-rows // 8) * 8 if rows <= 128 else 256 if swiglu else 128
+    columns = -(-rows // 8) * 8 if rows <= 128 else 256 if gated else 128
     strips = -(-n // 128)
     split = max(1, min(8, FILL // (strips * -(-min(rows, 256) // columns)), k // 64 // 4))
     share = 2 if rows > 32 and k >= 8192 and split <= 4 and strips > 1 and columns % 16 == 0 and rows <= 128 else 1
@@ -88,10 +88,10 @@ def few_tiling(n: int, k: int, rows: int, swiglu: bool = False) -> dict[str, int
     return {"columns": columns, "consumers": 2, "split": split, "share": share, "blocks_per_sm": per_sm}
 
 
-def many_tiling(n: int, rows: int, swiglu: bool) -> dict[str, int]:
+def many_tiling(n: int, rows: int, gated: bool) -> dict[str, int]:
     """Columns of a tile by waves of tiles over the chip, times what a tile of that width costs."""
     rows = min(rows, 4096)
-    if swiglu:
+    if gated:
         return {"tile_n": 128 if rows <= 2048 else 256, "cluster": 1}
 
     def cost(tile_n: int) -> int:
@@ -103,7 +103,7 @@ def many_tiling(n: int, rows: int, swiglu: bool) -> dict[str, int]:
 def _body(spec: LinearSpec, plan: Plan, **more: bool) -> Any:
     family, options = plan
     return FAMILIES[family][0](spec.out_features, spec.in_features, spec.activation_dtype, spec.out_dtype, bias=spec.bias,
-                               residual=spec.residual, swiglu=spec.swiglu, **options, **more)
+                               residual=spec.residual, glu=spec.glu, **options, **more)
 
 
 def _one(spec: LinearSpec, plan: Plan, hopper: bool) -> Kernel:
@@ -126,7 +126,7 @@ def _several(spec: LinearSpec, plans: list[tuple[int, Plan]]) -> Kernel:
 def _kernel(spec: LinearSpec, family: str, body: Any, **launch: Any) -> Kernel:
     name = _name(spec, family)
     func = linear_func(body, spec.out_features, spec.in_features, spec.activation_dtype, spec.out_dtype, name,
-                       bias=spec.bias, residual=spec.residual, swiglu=spec.swiglu, **launch)
+                       bias=spec.bias, residual=spec.residual, glu=spec.glu, **launch)
     source = "_".join(family.split("_")[:2])
     return Kernel((Stage(func, name, ("x", "weight", *_extras(spec)), ("y",)),), f"rule:cuda.{source}")
 
@@ -156,7 +156,7 @@ def _quantized(spec: LinearSpec, hopper: bool, convert: bool) -> Kernel:
     name = _name(spec, f"{family}_{spec.weight.name}{marks}")
     make = gemm_few_quant if family == "gemm_few_quant" else gemm_rows_quant
     func = make(spec.out_features, spec.in_features, spec.weight, spec.activation_dtype, spec.out_dtype, bias=spec.bias,
-                residual=spec.residual, swiglu=spec.swiglu, name=name,
+                residual=spec.residual, glu=spec.glu, name=name,
                 dependent_launch=hopper and spec.max_rows is not None, convert=convert, **options)
     return Kernel((Stage(func, name, ("x", *_buffers(spec), *_extras(spec)), ("y",)),), f"rule:cuda.{family}")
 
@@ -168,10 +168,10 @@ def _unpacked(spec: LinearSpec, rows: int, hopper: bool) -> Kernel:
     unpack = Stage(dequantize(n, k, spec.weight, dtype, name=name), name, _buffers(spec), ("plain",))
     plan = hopper_plan if hopper and _fits_tma(spec) else generic_plan
     if spec.max_rows is not None:
-        multiply = _one(spec, plan(n, k, rows, spec.swiglu), hopper)
+        multiply = _one(spec, plan(n, k, rows, spec.gated), hopper)
     else:
         limits = (128, 512, 2048, EVERY) if plan is hopper_plan else (EVERY,)
-        multiply = _several(spec, [(limit, plan(n, k, limit, spec.swiglu)) for limit in limits])
+        multiply = _several(spec, [(limit, plan(n, k, limit, spec.gated)) for limit in limits])
     (stage,) = multiply.stages
     inputs = tuple("plain" if name == "weight" else name for name in stage.inputs)
     return Kernel((unpack, Stage(stage.func, stage.name, inputs, stage.outputs)),
@@ -179,7 +179,7 @@ def _unpacked(spec: LinearSpec, rows: int, hopper: bool) -> Kernel:
 
 
 def _buffers(spec: LinearSpec) -> tuple[str, ...]:
-    layout = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.swiglu)
+    layout = weight_layout(spec.weight, spec.out_features, spec.in_features, spec.gated)
     return tuple(f"weight.{suffix}" for suffix, _, _ in layout.buffers)
 
 
@@ -188,6 +188,6 @@ def _extras(spec: LinearSpec) -> tuple[str, ...]:
 
 
 def _name(spec: LinearSpec, family: str) -> str:
-    flags = "".join(f"_{flag}" for flag in ("bias", "residual", "swiglu") if getattr(spec, flag))
+    flags = "_bias" * spec.bias + "_residual" * spec.residual + (f"_{spec.glu}" if spec.glu else "")
     out = "_f32" if spec.out_dtype == "float32" else ""
     return f"{family}_{spec.out_features}x{spec.in_features}_{spec.activation_dtype}{out}{flags}"

@@ -1,7 +1,7 @@
 """Weight layouts of the CUDA kernels and their packers (NumPy, at build time). No kernels here.
 
-Float weights stay `[N, K]` row-major; only gate and up rows of a swiglu pair are interleaved in blocks of 8, so that one
-thread of every kernel holds both. Quantised weights become tensor-core fragments, in pieces of 16 rows x 64 values of K
+Float weights stay `[N, K]` row-major; only gate and up rows of a gated linear unit are interleaved in blocks of 8, so that
+one thread of every kernel holds both. Quantised weights become tensor-core fragments, in pieces of 16 rows x 64 values of K
 (N and K padded with zeros): lane 4g+q of a warp owns rows g and g+8 and, of each half of 32 values, the 8 values at
 
     groups of 32: 8q .. 8q+7            groups of 16: 4q .. 4q+3 and 16+4q .. 16+4q+3
@@ -23,16 +23,16 @@ from relaxpack.kernel_spec import WeightLayout
 from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
 
 
-def weight_layout(weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
+def weight_layout(weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
     """The one layout that all CUDA kernels read. Raises CompileError for shapes that no kernel serves."""
     n, k = out_features, in_features
     if k % 8:
         raise CompileError(f"a CUDA matmul needs in_features to be a multiple of 8 (16-byte loads), got {k}")
-    if swiglu and n % 16:
+    if gated and n % 16:
         raise CompileError(f"gate and up rows must each be a multiple of 8, got {n // 2}")
     if n * k >= 1 << 31:
         raise CompileError(f"a weight of {n} x {k} values is too large for 32-bit indices in CUDA kernels")
-    suffix = "_gate8" if swiglu else ""
+    suffix = "_gate8" if gated else ""
     if not weight.quantized:
         if weight.name == "f32":
             raise CompileError("CUDA kernels have no float32 weights: build with weights in bf16 or f16")
@@ -53,15 +53,15 @@ def weight_layout(weight: WeightFormat, out_features: int, in_features: int, swi
 
 def pack(layout: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str, np.ndarray]:
     """Canonical `[N, K]` weight → buffers by suffix, for a layout that `weight_layout` returned."""
-    swiglu = layout.name.endswith("_gate8")
+    gated = layout.name.endswith("_gate8")
     if isinstance(weight, QuantizedTensor):
-        order = row_order(weight.shape[0], swiglu)
+        order = row_order(weight.shape[0], gated)
         packed = {"codes": pack_codes(weight.format, weight.codes[order]),
                   "scales": _pack_groups(weight.format, weight.scales[order])}
         if weight.minimums is not None:
             packed["minimums"] = _pack_groups(weight.format, weight.minimums[order])
     else:
-        packed = {"": np.ascontiguousarray(weight[row_order(weight.shape[0], True)] if swiglu else weight)}
+        packed = {"": np.ascontiguousarray(weight[row_order(weight.shape[0], True)] if gated else weight)}
     for suffix, shape, dtype in layout.buffers:
         array = packed[suffix]
         if array.shape != shape or str(array.dtype) != dtype:
@@ -70,10 +70,10 @@ def pack(layout: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str
     return packed
 
 
-def row_order(rows: int, swiglu: bool) -> np.ndarray:
+def row_order(rows: int, gated: bool) -> np.ndarray:
     """Source row of each packed row: gate rows then up rows become blocks of 8 gate rows and their 8 up rows."""
     index = np.arange(rows)
-    return index.reshape(2, rows // 16, 8).transpose(1, 0, 2).reshape(-1) if swiglu else index
+    return index.reshape(2, rows // 16, 8).transpose(1, 0, 2).reshape(-1) if gated else index
 
 
 def _pieces(array: np.ndarray, columns: int) -> np.ndarray:

@@ -48,8 +48,8 @@ class CudaKernels:
         self._library_for, self._tuned = library_for, tuned
         self._kernels: dict[Hashable, Kernel] = {}
 
-    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
-        return packing.weight_layout(weight, out_features, in_features, swiglu)
+    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
+        return packing.weight_layout(weight, out_features, in_features, gated)
 
     def pack(self, layout: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str, np.ndarray]:
         return packing.pack(layout, weight)

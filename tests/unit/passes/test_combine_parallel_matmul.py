@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 import relaxpack.tvm_setup  # noqa: F401
+import tvm
 from relaxpack.passes.combine_parallel_matmul import CombineParallelMatmul
 from relaxpack.recipe import Concat, FromCheckpoint
 from relaxpack.weight_format import FORMATS
@@ -103,7 +106,8 @@ class Gated:
         return y
 
 
-def test_gate_and_up():
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gate_and_up(activation):
     @I.ir_module
     class Expected:
         @R.function
@@ -121,7 +125,10 @@ def test_gate_and_up():
                 R.output(y)
             return y
 
-    check_pass(named(Gated, NAMES), CombineParallelMatmul(), named(Expected, NAMES),
+    def with_activation(mod: tvm.IRModule) -> tvm.IRModule:
+        return named(tvm.script.from_source(mod.script().replace("R.nn.silu", f"R.nn.{activation}")), NAMES)
+
+    check_pass(with_activation(Gated), CombineParallelMatmul(), with_activation(Expected),
                {"l.gate_proj+up_proj.weight": stacked("l.gate_proj.weight", "l.up_proj.weight")})
 
 

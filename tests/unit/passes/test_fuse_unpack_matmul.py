@@ -107,6 +107,62 @@ def test_swiglu():
     check_pass(Before, FuseUnpackMatmul, Expected)
 
 
+def test_geglu():
+    @I.ir_module
+    class Before:
+        @R.function
+        def step(x: R.Tensor(("t", 8), "float32"), w: R.Tensor((32, 8), "float32")):
+            R.func_attr({"num_input": 1})
+            with R.dataflow():
+                u = R.call_dps_packed("relaxpack.unpack", (w, R.str("f32"), R.prim_value(1)),
+                                      out_ty=R.Tensor((32, 8), "float32"))
+                wt = R.permute_dims(u)
+                a = R.matmul(x, wt)
+                halves = R.split(a, 2, axis=1)
+                g = halves[0]
+                s = R.nn.gelu_tanh(g)
+                v = halves[1]
+                y = R.multiply(s, v)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def step(x: R.Tensor(("t", 8), "float32"), w: R.Tensor((32, 8), "float32")):
+            t = T.int64()
+            R.func_attr({"num_input": 1})
+            with R.dataflow():
+                y = R.call_dps_packed("relaxpack.linear+geglu", (x, w, R.str("f32"), R.prim_value(1)),
+                                      out_ty=R.Tensor((t, 16), "float32"))
+                R.output(y)
+            return y
+
+    check_pass(Before, FuseUnpackMatmul, Expected)
+
+
+def test_declines_a_gate_with_the_exact_gelu():
+    @I.ir_module
+    class Before:
+        @R.function
+        def step(x: R.Tensor(("t", 8), "float32"), w: R.Tensor((32, 8), "float32")):
+            R.func_attr({"num_input": 1})
+            with R.dataflow():
+                u = R.call_dps_packed("relaxpack.unpack", (w, R.str("f32"), R.prim_value(1)),
+                                      out_ty=R.Tensor((32, 8), "float32"))
+                wt = R.permute_dims(u)
+                a = R.matmul(x, wt)
+                halves = R.split(a, 2, axis=1)
+                g = halves[0]
+                s = R.nn.gelu(g)
+                v = halves[1]
+                y = R.multiply(s, v)
+                R.output(y)
+            return y
+
+    check_declines(Before, FuseUnpackMatmul)
+
+
 def test_logits_are_cast_inside_the_kernel():
     @I.ir_module
     class Before:

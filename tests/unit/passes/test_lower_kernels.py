@@ -133,9 +133,9 @@ def test_swiglu_counts_both_halves():
             return y
 
     provider = Asked(linear=PlainKernels().linear(LinearSpec(32, 8, FORMATS["f32"], "decode", "float32", "float32",
-                                                             swiglu=True)))
+                                                             glu="swiglu")))
     after = LowerKernels(provider, ATTENTION)(Before)
-    assert provider.questions == [LinearSpec(32, 8, FORMATS["f32"], "decode", "float32", "float32", swiglu=True)]
+    assert provider.questions == [LinearSpec(32, 8, FORMATS["f32"], "decode", "float32", "float32", glu="swiglu")]
     assert calls_of(after)["decode"][0]["calls"] == 1
 
 

@@ -18,7 +18,7 @@ from tvm.script import relax as R
 class TwoBuffers(PlainKernels):
     """Codes and scales, as quantised kernels have them."""
 
-    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, swiglu: bool) -> WeightLayout:
+    def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
         return WeightLayout("two", (("codes", (out_features, in_features // 2), "uint8"),
                                     ("scales", (out_features, in_features // 32), "float16")))
 
@@ -28,8 +28,8 @@ NAMES = {"w": "l.proj.weight", "w_f32": "l.proj.weight@f32", "w_codes": "l.proj.
 F32: Mapping[str, WeightFormat] = {"l.proj.weight": FORMATS["f32"], "embed.weight": FORMATS["f32"]}
 
 
-def pack(tensor: str, fmt: str, n: int, k: int, suffix: str = "", swiglu: bool = False) -> Pack:
-    return Pack(fmt, n, k, swiglu, suffix, FromCheckpoint(tensor))
+def pack(tensor: str, fmt: str, n: int, k: int, suffix: str = "", gated: bool = False) -> Pack:
+    return Pack(fmt, n, k, gated, suffix, FromCheckpoint(tensor))
 
 
 @I.ir_module
@@ -150,7 +150,7 @@ def test_a_weight_whose_product_is_split_is_packed_for_swiglu():
             return z
 
     check_pass(named(Before, NAMES), PackWeights(PlainKernels(), F32), named(Expected, NAMES),
-               {"l.proj.weight@f32": pack("l.proj.weight", "f32", 16, 64, swiglu=True)})
+               {"l.proj.weight@f32": pack("l.proj.weight", "f32", 16, 64, gated=True)})
 
 
 def test_declines_what_is_no_parameter():

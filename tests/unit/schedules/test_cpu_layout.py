@@ -81,8 +81,8 @@ def test_bfloat16_rounds_to_nearest_even_and_takes_bits_as_they_are() -> None:
 
 
 def test_layouts_are_equal_exactly_when_bytes_are_interchangeable() -> None:
-    def of(name: str, swiglu: bool) -> object:
-        return weight_layout(FORMATS[name], 64, 64, swiglu)
+    def of(name: str, gated: bool) -> object:
+        return weight_layout(FORMATS[name], 64, 64, gated)
 
     assert of("q8_0", False) == of("q8_0", False)
     assert of("q8_0", False) != of("q8_0", True)

@@ -33,7 +33,7 @@ def matmul_kernels(arch: str) -> dict[str, object]:
     provider = CudaKernels(parse_target(f"cuda:{arch}"))
     kernels = [provider.linear(LinearSpec(512, 256, FORMATS["bf16"], phase, "bfloat16", "bfloat16", max_rows=rows, **extra))
                for phase, rows, extra in (("decode", 1, {"bias": True}), ("decode", 48, {"residual": True}),
-                                          ("prefill", None, {"swiglu": True}))]
+                                          ("prefill", None, {"glu": "swiglu"}), ("prefill", None, {"glu": "geglu"}))]
     kernels += [provider.linear(LinearSpec(512, 256, FORMATS["q4_0"], "decode", "bfloat16", "float32", max_rows=4)),
                 provider.linear(LinearSpec(512, 256, FORMATS["q4_k"], "prefill", "bfloat16", "bfloat16")),
                 provider.embedding(EmbeddingSpec(512, 256, FORMATS["q8_0"], "bfloat16")),

@@ -23,16 +23,16 @@ FP8, FP8_BLOCK = FORMATS["fp8"], FORMATS["fp8_block"]
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120")
 
 
-@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("fmt", [FP8, FP8_BLOCK], ids=lambda f: f.name)
-def test_codes_and_scales_are_where_the_layout_says(fmt, swiglu):
+def test_codes_and_scales_are_where_the_layout_says(fmt, gated):
     n, k, rng = 32, 200, np.random.default_rng(1)
     groups, chunks = fmt.groups(k), 4
     weight = QuantizedTensor(fmt, rng.integers(0, 126, (n, k)).astype(np.uint8), rng.random((n, groups), np.float32))
-    layout = weight_layout(fmt, n, k, swiglu)
+    layout = weight_layout(fmt, n, k, gated)
     packed = pack(layout, weight)
     assert layout.buffers == (("codes", (2 * chunks * 256,), "uint32"), ("scales", (2 * groups * 16,), "float32"))
-    for place, row in enumerate(row_order(n, swiglu)):
+    for place, row in enumerate(row_order(n, gated)):
         strip, high, g = place // 16, place % 16 // 8, place % 8
         for column in range(k):
             chunk, half, q, value = column // 64, column % 64 // 32, column % 32 // 8, column % 8
@@ -58,9 +58,9 @@ def kernels(arch: str) -> dict[str, object]:
     found = [provider.linear(LinearSpec(512, 256, FP8, "decode", "bfloat16", "bfloat16", max_rows=1, bias=True)),
              provider.linear(LinearSpec(512, 256, FP8_BLOCK, "decode", "float16", "float16", max_rows=2, residual=True)),
              provider.linear(LinearSpec(512, 2304, FP8_BLOCK, "decode", "bfloat16", "bfloat16", max_rows=8)),
-             provider.linear(LinearSpec(512, 2304, FP8, "decode", "float16", "float32", max_rows=24, swiglu=True)),
+             provider.linear(LinearSpec(512, 2304, FP8, "decode", "float16", "float32", max_rows=24, glu="swiglu")),
              provider.embedding(EmbeddingSpec(512, 256, FP8, "bfloat16"))]
-    many = provider.linear(LinearSpec(512, 256, FP8_BLOCK, "prefill", "bfloat16", "bfloat16", swiglu=True))
+    many = provider.linear(LinearSpec(512, 256, FP8_BLOCK, "prefill", "bfloat16", "bfloat16", glu="swiglu"))
     stages = [stage for kernel in found for stage in kernel.stages]
     return {stage.name: stage.func for stage in [*stages, many.stages[0]]}      # what follows it has no fp8
 

@@ -8,7 +8,7 @@ import pytest
 
 from relaxpack.schedules.kernels.cuda.linear import few_tiling, generic_plan, hopper_plan, many_tiling
 
-# (N, K, swiglu) of the main models, and awkward small ones
+# (N, K, gated) of the main models, and awkward small ones
 SHAPES = [(3072, 2048, False), (2048, 2048, False), (16384, 2048, True), (2048, 8192, False), (128256, 2048, False),
           (6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (128256, 4096, False),
           (4608, 3584, False), (3584, 3584, False), (37888, 3584, True), (3584, 18944, False), (152064, 3584, False),
@@ -17,10 +17,10 @@ SHAPES = [(3072, 2048, False), (2048, 2048, False), (16384, 2048, True), (2048, 
 ROWS = [1, 2, 7, 8, 9, 16, 24, 32, 33, 64, 96, 128, 129, 256, 512, 2048, 1 << 40]
 
 
-@pytest.mark.parametrize(("n", "k", "swiglu"), SHAPES)
-def test_tilings_stay_within_the_limits(n, k, swiglu):
+@pytest.mark.parametrize(("n", "k", "gated"), SHAPES)
+def test_tilings_stay_within_the_limits(n, k, gated):
     for rows in ROWS:
-        family, options = hopper_plan(n, k, rows, swiglu)
+        family, options = hopper_plan(n, k, rows, gated)
         if family == "gemm_few":
             assert options["columns"] % (8 * options["share"]) == 0 and options["columns"] <= 256
             assert 1 <= options["split"] * options["share"] <= 8
@@ -28,7 +28,7 @@ def test_tilings_stay_within_the_limits(n, k, swiglu):
             assert options["columns"] >= min(rows, 128)
         elif family == "gemm_many":
             assert options["tile_n"] % 32 == 0 and options["tile_n"] <= 256 and options["cluster"] in (1, 2)
-            assert not swiglu or options["tile_n"] % 64 == 0
+            assert not gated or options["tile_n"] % 64 == 0
         else:
             assert rows <= 8 and options["warps"] in (1, 2, 4, 8, 16)
 
@@ -49,5 +49,5 @@ def test_tiles_follow_waves():
 
 
 def test_older_architectures_use_mma_kernels_only():
-    families = {generic_plan(n, k, rows, swiglu)[0] for (n, k, swiglu), rows in itertools.product(SHAPES, ROWS)}
+    families = {generic_plan(n, k, rows, gated)[0] for (n, k, gated), rows in itertools.product(SHAPES, ROWS)}
     assert families == {"gemm_rows", "gemm_tiles"}

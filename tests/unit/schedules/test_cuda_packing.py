@@ -78,12 +78,12 @@ def test_layouts_say_when_bytes_are_interchangeable():
     assert same != weight_layout(FORMATS["bf16"], 32, 64, True)
 
 
-@pytest.mark.parametrize(("name", "n", "k", "swiglu", "says"), [
+@pytest.mark.parametrize(("name", "n", "k", "gated", "says"), [
     ("bf16", 16, 60, False, "multiple of 8"), ("bf16", 24, 64, True, "multiple of 8"),
     ("bf16", 1 << 18, 1 << 13, False, "32-bit"), ("f32", 16, 64, False, "float32"), ("q4_0", 16, 40, False, "group size")])
-def test_unserved_shapes_are_refused(name, n, k, swiglu, says):
+def test_unserved_shapes_are_refused(name, n, k, gated, says):
     with pytest.raises(CompileError, match=says):
-        weight_layout(FORMATS[name], n, k, swiglu)
+        weight_layout(FORMATS[name], n, k, gated)
 
 
 def test_a_weight_of_the_wrong_shape_is_refused():
