@@ -54,7 +54,7 @@ def cpu() -> None:
 
 
 def gpu() -> None:
-    """Tokens per second over the batch, both engines, one panel a model."""
+    """Tokens per second over the batch: this engine, its step without graphs, its peers; one panel a model."""
     figure, panels = plt.subplots(1, len(MODELS), figsize=(9, 3.2))
     for panel, model in zip(panels, MODELS, strict=True):
         ours, peer = newest(f"gpu_{model}_bf16_*.json"), newest(f"gpu_vllm_{model}_*.jsonl")
@@ -62,8 +62,15 @@ def gpu() -> None:
             return
         theirs = [(r["batch"], r["decode_tok_s"]) for r in peer[1] if r.get("bench") == "gpu_decode" and r["prompt"] == 512]
         mine = [(r["batch"], r["tokens_per_second"]) for r in ours[1]["engine"] if r["prompt"] == 512]
-        for points, name, color in ((mine, "relaxpack", OURS), (theirs, "vLLM 0.26", THEIRS)):
-            panel.plot(*zip(*sorted(points), strict=True), marker="o", label=name, color=color, linewidth=2)
+        launched = [(int(b), int(b) / ms * 1e3) for b, ms in ours[1].get("eager_decode_ms", {}).items()]
+        second = newest(f"gpu_transformers_{model}_*.json")
+        eager = [(r["batch"], r["tokens_per_second"]) for r in second[1]["rows"]] if second else []
+        for points, name, style in ((mine, "relaxpack", {"color": OURS, "linewidth": 2}),
+                                    (launched, "its step without graphs", {"color": OURS, "linestyle": ":"}),
+                                    (theirs, "vLLM 0.26", {"color": THEIRS, "linewidth": 2}),
+                                    (eager, "transformers", {"color": OTHERS, "linewidth": 2})):
+            if points:
+                panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name, **style)
         for batch, rate in mine:
             panel.annotate(f"{rate / dict(theirs)[batch]:.2f}x", (batch, rate), textcoords="offset points", xytext=(0, 7),
                            ha="center", fontsize=8)

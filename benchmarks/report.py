@@ -107,50 +107,100 @@ def gpu(model: str) -> list[str]:
     name, data = found
     peer = newest(f"gpu_vllm_{model}_*.jsonl")
     theirs = {(r["prompt"], r["batch"]): r for r in (peer[1] if peer else []) if r.get("bench") == "gpu_decode"}
+    second = newest(f"gpu_transformers_{model}_*.json")
+    eager = {(second[1]["prompt"], r["batch"]): r for r in second[1]["rows"]} if second else {}
     rows = []
     for row in data["engine"]:
         other = theirs.get((row["prompt"], row["batch"]), {})
         rate = other.get("decode_tok_s")
         rows.append([row["prompt"], row["batch"], row["tokens_per_second"], f"{rate:.0f}" if rate else "",
-                     f"{row['tokens_per_second'] / rate:.2f}x" if rate else "", row["ttft_ms"],
-                     other.get("ttft_ms", "")])
-    steps = [[r["context"], r["batch"], r["ms"], r["floor_ms"], f"{r['share_of_floor']:.0%}"] for r in data["decode"]]
+                     f"{row['tokens_per_second'] / rate:.2f}x" if rate else "", row["ttft_ms"], other.get("ttft_ms", ""),
+                     f"{eager[key]['tokens_per_second']:.0f}" if (key := (row["prompt"], row["batch"])) in eager else ""])
+    launched = data.get("eager_decode_ms", {})
+    steps = [[r["context"], r["batch"], r["ms"], launched.get(str(r["batch"]), "") if r["context"] == 512 else "",
+              r["floor_ms"], f"{r['share_of_floor']:.0%}"] for r in data["decode"]]
     prefill = [[r["tokens"], r["ms"], r["TFLOPs"]] for r in data["prefill"]]
     errors = data.get("errors", {})
     return [f"## {data['gpu']}: {model} in bfloat16", "",
             f"Random weights in the published shapes. Whole engine, Python included, greedy; results/{name}"
-            + (f", vLLM on the same machine right after: results/{peer[0]}" if peer else "") + ".", "",
-            *table(["prompt", "batch", "tok/s", "vLLM tok/s", "ratio", "TTFT ms", "vLLM TTFT ms"], rows),
-            "One decode step on the device against its floor (weights and KV over "
-            f"{data['read_GBps']} GB/s measured read):", "",
-            *table(["context", "batch", "ms", "floor ms", "share"], steps),
+            + (f", vLLM on the same machine right after: results/{peer[0]}" if peer else "")
+            + (f", transformers (eager): results/{second[0]}" if second else "") + ".", "",
+            *table(["prompt", "batch", "tok/s", "vLLM tok/s", "ratio", "TTFT ms", "vLLM TTFT ms", "transformers tok/s"],
+                   rows),
+            "One decode step as a graph, sampling included, against its floor (weights and KV over "
+            f"{data['read_GBps']} GB/s measured read), and the same kernels launched one by one:", "",
+            *table(["context", "batch", "ms", "without graphs", "floor ms", "share"], steps),
             "Prefill of one prompt:", "", *table(["tokens", "ms", "TFLOP/s"], prefill),
             "Relative error of logits against float32 math on the same weights: "
             + ", ".join(f"{key} {value:.3f}" for key, value in errors.items())
             + ". The last one is plain torch in bfloat16: the dtype's own error.", ""]
 
 
-def extras() -> list[str]:
+def timelines() -> list[str]:
+    """Where a captured step spends its time, kernel by kernel."""
     lines = []
-    if (found := newest("gpu_graphs_llama-3.2-1b_*.json")) is not None:
+    for model in MODELS:
+        if (found := newest(f"gpu_timeline_{model}_*.json")) is None:
+            continue
         name, data = found
-        step = next(r for r in data["decode"] if r["batch"] == 1)
-        lines += ["## Graphs on and off", "",
-                  "Captured steps give the same bits as the same kernels launched one by one: "
-                  f"{data['graph_equals_eager']}. "
-                  f"Llama-3.2-1B, batch 1: {step['ms']} ms as a graph, {data['eager_decode_ms']['1']} ms without; "
-                  f"capturing all buckets took {data['capture_seconds']} s. results/{name}", ""]
-    if (found := newest("gpu_llama-3.1-8b_q4_1_*.json")) is not None:
-        name, data = found
-        rows = [[r["prompt"], r["batch"], r["tokens_per_second"], r["ttft_ms"]] for r in data["engine"]]
-        lines += ["## Llama-3.1-8B in q4_1 (head and table q8_0)", "", f"results/{name}", "",
-                  *table(["prompt", "batch", "tok/s", "TTFT ms"], rows)]
-    return lines
+        for batch, step in data["batches"].items():
+            rows = [[row["count"], f"`{row['name'].removesuffix('_kernel')}`", row["step_grows_us"], row["own_us"],
+                     f"{row['total_us'] / step['step_us']:.0%}"] for row in step["by_kernel"][:10]]
+            lines += [f"{model}, batch {batch}, context {data['context']}: {step['step_us']:.0f} us a step, "
+                      f"{step['kernels']} kernels, {step['kernels_us']:.0f} us when their own times are added up (dependent "
+                      f"launches overlap), {step['idle_us']:.0f} us in which no kernel ran. results/{name}", "",
+                      *table(["launches", "kernel", "grows the step by us", "own us", "share"], rows)]
+    return ["## Inside a captured step", "", *lines] if lines else []
+
+
+def parity() -> list[str]:
+    if (found := newest("gpu_against_transformers_*.json")) is None:
+        return []
+    name, data = found
+    rows = [[model, f"{r['error']:.3f}", f"{r['transformers_bfloat16_error']:.3f}", r["tokens"] - r["differing"],
+             f"{r['ties']} of {r['differing']}", f"{r['worst_gap_over_tolerance']:.2f}"]
+            for model, r in data["models"].items()]
+    return ["## The same numbers as transformers", "",
+            "Same random weights, true shapes; both in bfloat16, both held against transformers in float32. Relative errors "
+            "of the worst row of logits. Greedy tokens of 32 steps of four prompts against transformers' choice after the "
+            "same prefix; where they differ, the two candidates must lie closer in float32 than twice what bfloat16 costs "
+            f"transformers in that row. `benchmarks/gpu/against_transformers.py`, results/{name}.", "",
+            *table(["model", "error", "transformers' error", "equal tokens of 128", "ties", "worst gap / tolerance"], rows)]
+
+
+def visit() -> list[str]:
+    """Loading, capture, memory: what `make gpu` found beside speeds."""
+    if (found := newest("gpu_visit_*.json")) is None:
+        return []
+    name, data = found
+    sections = {key: value.get("result") for key, value in data["sections"].items()}
+    loading, rates = sections["loading"], sections["upload"]["gigabytes_per_second"]
+    captured, compared = loading["capture"], loading["after_capture"]
+    beside = captured["bytes"] - captured.get("arena", 0)
+    rows = [["process start to first token, Llama-3.1-8B, files in the page cache",
+             f"{data['sections']['first_token']['seconds']:.1f} s"],
+            ["weights to the device", f"{loading['load']['weights_gigabytes_per_second']:.1f} GB/s"],
+            *[[f"upload in {kind}", f"{rate:.1f} GB/s"] for kind, rate in rates.items()],
+            ["planned memory against the driver's", f"{compared['difference']:+.2%} of {compared['taken'] / 1e9:.1f} GB"],
+            [f"capture of {captured['graphs']} graphs",
+             f"{captured['seconds']:.2f} s, {beside / 1e6:.0f} MB beside the arena"]]
+    return ["## Start, memory and capture on the H200", "", f"`make gpu`, results/{name}.", "",
+            *table(["what", "measured"], rows)]
+
+
+def extras() -> list[str]:
+    if (found := newest("gpu_llama-3.1-8b_q4_1_*.json")) is None:
+        return []
+    name, data = found
+    rows = [[r["prompt"], r["batch"], r["tokens_per_second"], r["ttft_ms"]] for r in data["engine"]]
+    return ["## Llama-3.1-8B in q4_1 (head and table q8_0)", "", f"results/{name}", "",
+            *table(["prompt", "batch", "tok/s", "TTFT ms"], rows)]
 
 
 def main() -> None:
     lines = ["# Performance", "", "Generated by `python benchmarks/report.py` from `benchmarks/results/`; do not edit.", "",
-             *cpu(), *cpu_batch(), *serving(), *(line for model in MODELS for line in gpu(model)), *extras()]
+             *cpu(), *cpu_batch(), *serving(), *(line for model in MODELS for line in gpu(model)), *timelines(), *parity(),
+             *visit(), *extras()]
     (ROOT / "docs" / "performance.md").write_text("\n".join(lines).rstrip() + "\n")
 
 

@@ -36,17 +36,19 @@ _RING = 2                                # steps whose host memory may be in use
 
 @dataclass(frozen=True)
 class WarmUp:
-    """`bytes`: what the driver says all graphs and the arena took."""
+    """`bytes`: what the driver says all graphs and the arena took; `arena`: the part that intermediates take."""
 
     graphs: int
     seconds: float
     bytes: int
+    arena: int = 0
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"captured {self.graphs} graphs in {self.seconds:.1f} s and {self.bytes / 1e6:.0f} MB"
+        return (f"captured {self.graphs} graphs in {self.seconds:.1f} s and {(self.bytes - self.arena) / 1e6:.0f} MB beside "
+                f"the arena of {self.arena / 1e6:.0f} MB")
 
 
 class SampledTokens:
@@ -168,7 +170,7 @@ class CudaModelRunner:
             progress(done, total)
         cuda_memory.synchronize()
         self.graph_steps.clear()
-        return WarmUp(total, time.perf_counter() - begin, free - cuda_memory.free_and_total()[0])
+        return WarmUp(total, time.perf_counter() - begin, free - cuda_memory.free_and_total()[0], self.plan.arena)
 
     def compare_plan(self) -> Comparison:
         """After `warm_up`: what was planned for the start against what the driver says."""

@@ -24,10 +24,10 @@ def llm(report: LoadReport, warm_up: WarmUp | None, compared: Comparison | None)
 
 def test_on_a_gpu() -> None:
     report = LoadReport("cuda:sm_90a", 6_000_000_000, {"weights": 1.5, "library": 0.25}, PLAN)
-    said: dict[str, Any] = json.loads(json.dumps(_prepare(llm(report, WarmUp(7, 0.5, 9), Comparison(340, 343)))))
+    said: dict[str, Any] = json.loads(json.dumps(_prepare(llm(report, WarmUp(7, 0.5, 9, 3), Comparison(340, 343)))))
     assert said["load"]["weights_gigabytes_per_second"] == 4.0 and said["load"]["seconds"]["library"] == 0.25
     assert said["load"]["memory_plan"]["at_start"] == 340 and said["load"]["memory_plan"]["total"] == 380
-    assert said["capture"] == {"graphs": 7, "seconds": 0.5, "bytes": 9}
+    assert said["capture"] == {"graphs": 7, "seconds": 0.5, "bytes": 9, "arena": 3}
     assert said["memory"]["taken"] == 343 and said["memory"]["ok"] and abs(said["memory"]["difference"] - 3 / 340) < 1e-9
 
 

@@ -36,7 +36,7 @@ class Loaded:
         progress(1, 2)
         self.during()
         progress(2, 2)
-        return WarmUp(2, 0.25, 120_000_000)
+        return WarmUp(2, 0.25, 120_000_000, 100_000_000)
 
     def compare_plan(self) -> Comparison:
         return Comparison(1000, 1010)
@@ -114,7 +114,7 @@ def test_health_answers_only_after_the_graphs_are_captured(monkeypatch: pytest.M
     err = capsys.readouterr().err
     for said in ("cuda:sm_90a: 17.18 GB of weights copied at 8.6 GB/s (weights 2.00 s, library 0.50 s)",
                  "GPU memory: weights 17.18, KV cache of 80000 tokens 42.95, arena 1.07", "of 149.25 GB",
-                 "captured 2 graphs in 0.2 s and 120 MB; the driver says", "(+1.0 %)"):
+                 "captured 2 graphs in 0.2 s and 20 MB beside the arena of 100 MB; the driver says", "(+1.0 %)"):
         assert said in err, err
     assert err.index("captured 2 graphs") < err.index("serving ")
 
