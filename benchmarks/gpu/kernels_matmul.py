@@ -101,6 +101,8 @@ def build(folder: Path, groups: list[str]) -> None:
 class Bench:
     """Calls kernels of exported libraries on torch tensors, checks and times them."""
 
+    device = "cuda"
+
     def __init__(self, folder: Path) -> None:
         import relaxpack.tvm_setup as setup
 
@@ -120,6 +122,9 @@ class Bench:
         if library not in self.modules:
             self.modules[library] = self.tvm.runtime.load_module(str(self.folder / library))
         return self.modules[library][variant["name"]]
+
+    def synchronize(self) -> None:
+        self.torch.cuda.synchronize()
 
     def random(self, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Any:
         value = self.torch.randn(shape, generator=self.generator, device="cuda") * scale

@@ -1,92 +1,51 @@
-"""The search spaces of the CUDA kernels: which matmul kernel with which tiling for exactly so many rows, or which library's,
-and the tiles of both attentions. Every choice can be compiled without a GPU; which is fast, only the GPU says: see
-benchmarks/gpu/tune.py.
+"""The search spaces of the CUDA kernels: matmuls (`cuda_linear_spaces`), norms, and the tiles of both attentions. Every
+choice can be compiled without a GPU; which is fast, only the GPU says: see benchmarks/gpu/tune.py.
 
 A build has functions of their own for each bucket, so a matmul's workload includes its rows (`max_rows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from relaxpack.errors import TuningError
-from relaxpack.kernel_spec import AttentionSpec, Kernel, LinearSpec
+from relaxpack.kernel_spec import AttentionSpec, Kernel, NormSpec
 from relaxpack.schedules.kernels.cuda import attention_decode_tuning as decode_tuning
-from relaxpack.schedules.kernels.cuda import attention_prefill, attention_prefill_hopper, linear
+from relaxpack.schedules.kernels.cuda import attention_prefill, attention_prefill_hopper, norm
 from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
-from relaxpack.schedules.kernels.cuda.library import LIBRARIES, library_linear, why_not
+from relaxpack.schedules.kernels.cuda.fragments import early_launch
 from relaxpack.target import TargetSpec
 
+from .cuda_linear_spaces import linear_family
 from .family import KernelFamily, Part, known_parameters
-from .space import ListedSpace, Parameters, SearchSpace, Space
+from .space import Parameters, SearchSpace
 
 _LAYERS, _PAGES, _POSITIONS = 16, 256, 4096     # of canonical specs; the code depends on them as strides alone
+_EPSILON = 1e-5                                 # a constant in the code
 
 
 def families(target: TargetSpec) -> dict[str, KernelFamily]:
-    made = (_linear(target.arch), _decode_attention(target.arch), _prefill_attention(target.arch))
+    made = (linear_family(target.arch), _norm(target.arch), _decode_attention(target.arch),
+            _prefill_attention(target.arch))
     return {family.name: family for family in made}
 
 
-# ---- matmuls of float weights ----
+# ---- norm ----
 
-def _linear(arch: str) -> KernelFamily:
-    hopper = arch == "sm_90a"
+def _norm(arch: str) -> KernelFamily:
+    """One kernel serves every number of rows. Dependent launch needs Hopper."""
+    def parts(spec: NormSpec) -> Sequence[Part]:
+        default, most = norm.default_tuning(spec), -(-spec.hidden_size // 8 // 32) * 32
+        launches = (False, True) if early_launch(arch) else (False,)
+        space = SearchSpace({"threads": (64, 128, 256, 512, 1024), "dependent_launch": launches}, asdict(default),
+                            lambda given: given["threads"] <= most and most <= 8 * given["threads"])
+        return (Part(1, None, space),)
 
-    def parts(spec: LinearSpec) -> Sequence[Part]:
-        if spec.max_rows is None or spec.weight.quantized or not hopper or not linear._fits_tma(spec):
-            return ()
-        return (Part(spec.max_rows, spec.max_rows, linear_space(spec)),)
+    def make(spec: NormSpec, given: Mapping[str, Any]) -> Kernel:
+        return norm.norm_kernel(spec, known_parameters(given, norm.default_tuning(spec)))
 
-    def make(spec: LinearSpec, given: Mapping[str, Any]) -> Kernel:
-        if not given:
-            return linear.linear(spec, arch)
-        if "library" in given:
-            return library_linear(spec, str(given["library"]))
-        name, options = given.get("family"), {key: value for key, value in given.items() if key != "family"}
-        if name not in linear.FAMILIES or spec.max_rows is None:
-            raise TuningError(f"no matmul kernel {name!r} for {spec.max_rows} rows; known: {', '.join(linear.FAMILIES)}")
-        return linear._one(spec, (str(name), options), hopper)
-
-    return KernelFamily("cuda.linear", lambda spec: replace(spec, phase="decode") if spec.max_rows else spec, parts, make)
-
-
-def linear_space(spec: LinearSpec) -> Space:
-    """Kernels and tilings for exactly `spec.max_rows` rows."""
-    assert spec.max_rows is not None
-    n, k, rows = spec.out_features, spec.in_features, spec.max_rows
-    name, options = linear.hopper_plan(n, k, rows, spec.gated)
-    found: list[Parameters] = []
-    if rows <= 16:
-        found += [{"family": "gemm_rows", **one} for one in _rows_tilings(k, rows)]
-    if 2 <= rows <= 256:
-        found += [{"family": "gemm_few", **one} for one in _few_tilings(n, k, rows)]
-    if rows > 64:
-        found += [{"family": "gemm_many", "tile_n": tile, "cluster": cluster} for tile in sorted(linear.TILE_COST)
-                  for cluster in (1, 2) if not spec.gated or (tile in (128, 256) and cluster == 1)]
-    found += [{"library": library} for library in LIBRARIES if why_not(spec, library) is None]
-    return ListedSpace(tuple(found), {"family": name, **options})
-
-
-def _rows_tilings(k: int, rows: int) -> Iterator[dict[str, int]]:
-    for warps in (2, 4, 8, 16):
-        for unroll in (1, 2, 4):
-            if warps * 2 * 64 <= max(k, 128):
-                yield {"columns": 8 if rows <= 8 else 16, "warps": warps, "unroll": unroll}
-
-
-def _few_tilings(n: int, k: int, rows: int) -> Iterator[dict[str, int]]:
-    """Enough blocks to fill the chip, and not much more than one wave of them."""
-    for columns in sorted({-(-rows // 8) * 8, 128 if rows > 64 else -(-rows // 16) * 16}):
-        for per_sm in (1, 2) if columns <= 64 else (1,):
-            for share in (1, 2) if columns >= 64 and columns % 16 == 0 else (1,):
-                for split in (1, 2, 3, 4, 6, 8):
-                    blocks = -(-n // 128) * split * -(-rows // columns)
-                    fits = split * share <= 8 and k // 64 // split >= 4
-                    if fits and (split == 1 or blocks <= 1.2 * linear.MULTIPROCESSORS * per_sm):
-                        yield {"columns": columns, "consumers": 2, "split": split, "share": share, "blocks_per_sm": per_sm}
+    return KernelFamily("cuda.norm", lambda spec: replace(spec, epsilon=_EPSILON), parts, make)
 
 
 # ---- attention ----
@@ -102,11 +61,12 @@ def _decode_attention(arch: str) -> KernelFamily:
 
         def fits(given: Parameters) -> bool:
             size = decode_tuning.shared_bytes(spec, replace(default, **given)) / 1024
-            per_sm = given["blocks"] // count
+            per_sm = max(1, given["blocks"] // count)
             return size <= block_kb and per_sm * (size + 1) <= multiprocessor_kb
 
-        return (Part(1, None, SearchSpace({"warps": (2, 4, 8), "stages": (2, 3, 4), "key_tiles": (1, 2),
-                                           "blocks": (count, 2 * count, 3 * count)}, asdict(default), fits)),)
+        blocks = (count // 4, count // 2, count, 2 * count, 3 * count, 4 * count)
+        return (Part(1, None, SearchSpace({"warps": (2, 4, 8), "stages": (2, 3, 4), "key_tiles": (1, 2), "blocks": blocks},
+                                          asdict(default), fits)),)
 
     def make(spec: AttentionSpec, given: Mapping[str, Any]) -> Kernel:
         return decode_attention(spec, arch, known_parameters(given, decode_tuning.default_tuning(spec, arch)))

@@ -143,15 +143,16 @@ def test_embedding_clamps_bad_ids(rng, name):
     assert np.all(np.abs(y.astype(np.float32) - expected) <= np.abs(expected) * 2.0**-8 + 1e-9)
 
 
-@pytest.mark.parametrize(("hidden", "dtype", "residual"), [
-    (64, "bfloat16", False), (576, "float16", True), (4096, "bfloat16", True), (8448, "bfloat16", True)])
-def test_norm(rng, hidden, dtype, residual):
+@pytest.mark.parametrize(("hidden", "dtype", "residual", "threads"), [
+    (64, "bfloat16", False, None), (576, "float16", True, None), (4096, "bfloat16", True, None),
+    (8448, "bfloat16", True, None), (4096, "bfloat16", True, 64), (3584, "bfloat16", False, 256)])
+def test_norm(rng, hidden, dtype, residual, threads):
     x, before = (case.random_array(rng, (3, hidden), dtype, 2.0) for _ in range(2))
     weight = rng.standard_normal(hidden).astype(np.float32)
     total, y = case.poisoned((3, hidden), dtype), case.poisoned((3, hidden), dtype)
-    func = norm(NormSpec(hidden, 1e-5, dtype, residual))
+    func = norm(NormSpec(hidden, 1e-5, dtype, residual), threads=threads, dependent_launch=threads is not None)
     buffers = {"before": before, "total": total} if residual else {}
-    case.emulate(func, (3,), min(1024, -(-hidden // 256) * 32), x=x, weight=weight, y=y, t=3, **buffers)
+    case.emulate(func, (3,), threads or min(1024, -(-hidden // 256) * 32), x=x, weight=weight, y=y, t=3, **buffers)
     summed = (x.astype(np.float32) + before.astype(np.float32)).astype(case.NUMPY[dtype]) if residual else x
     if residual:
         assert np.array_equal(total, summed)

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from relaxpack.kernel_spec import AttentionSpec, LinearSpec
+from relaxpack.kernel_spec import AttentionSpec, LinearSpec, NormSpec
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.schedules.tuning.tuned import TunedKernels
 from relaxpack.target import parse_target
 from relaxpack.tuning.candidates import families_for, family_for
-from relaxpack.tuning_record import TuningRecord, Workload
+from relaxpack.tuning_record import TuningRecord, Workload, canonical
 from relaxpack.weight_format import FORMATS
 from tests.helpers import cuda_harness
 from tests.helpers.tuning_records import SM_90, record
@@ -39,6 +39,43 @@ def test_every_matmul_choice_makes_a_kernel(rows: int) -> None:
     rule, = family.make(linear(rows), {}).stages
     assert rule.name == CudaKernels(HOPPER).linear(linear(rows)).stages[0].name
     assert family.make(linear(rows), part.space.default).stages[0].name == rule.name
+
+
+@pytest.mark.parametrize(("weight", "rows"), [("q4_1", 1), ("q4_1", 64), ("q4_1", 128), ("fp8", 16), ("q6_k", 16)])
+def test_every_choice_of_a_quantised_matmul_makes_a_kernel(weight: str, rows: int) -> None:
+    """With the packed weight, or, for many rows, with an unpacked copy of it."""
+    spec = linear(rows, weight=FORMATS[weight])
+    family = families_for(HOPPER)["cuda.linear"]
+    part, = family.parts(spec)
+    made = {canonical(choice): family.make(spec, choice) for choice in part.space.all()}
+    assert len(made) >= 3 and {len(kernel.stages) for kernel in made.values()} <= ({1} if rows <= 32 else {1, 2})
+    names = {tuple(stage.name for stage in kernel.stages) for kernel in made.values()}
+    assert len(names) == len(made)
+    rule = CudaKernels(HOPPER).linear(spec)
+    assert [stage.name for stage in family.make(spec, part.space.default).stages] == [stage.name for stage in rule.stages]
+    assert canonical(part.space.default) not in made
+
+
+def test_a_record_chooses_the_kernel_of_a_quantised_matmul() -> None:
+    choice = {"family": "gemm_few_quant", "columns": 16, "strips": 2, "warps": 4, "split": 4}
+    spec = linear(16, weight=FORMATS["q4_1"])
+    workload = families_for(HOPPER)["cuda.linear"].workload(spec)
+    kernels, _ = _built(replace(record(bucket=16, target=SM_90, parameters=choice), workload=workload))
+    kernel = kernels.linear(spec)
+    assert kernel.source.startswith("tuned:") and "st2_wa4_sp4" in kernel.stages[0].name
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_every_choice_of_a_norm_makes_a_kernel(arch: str) -> None:
+    spec = NormSpec(4096, 1e-6, "bfloat16", True)
+    family = families_for(parse_target(f"cuda:{arch}"))["cuda.norm"]
+    part, = family.parts(spec)
+    names = {family.make(spec, choice).stages[0].name for choice in part.space.all()}
+    assert len(names) == part.space.size() == (7 if arch == "sm_90a" else 3)
+    rule, = family.make(spec, {}).stages
+    assert rule.name == CudaKernels(parse_target(f"cuda:{arch}")).norm(spec).stages[0].name and rule.name not in names
+    assert all(("dependent" in name) <= (arch == "sm_90a") for name in names)
+    assert family.workload(spec) == family.workload(replace(spec, epsilon=1e-5))    # a record serves both
 
 
 def test_symbolic_rows_and_older_cards_have_no_choice_yet() -> None:

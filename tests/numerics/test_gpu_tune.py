@@ -1,42 +1,71 @@
-"""What `benchmarks/gpu/tune.py` makes of a run on a GPU: records of the winners, the rule's where nothing is faster."""
+"""Tuning on a GPU machine, played through without one: candidates are checked and timed in turn by `tune_device`, with
+kernels written in torch; what comes out becomes records, the rule's where nothing is faster.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu.tune import candidates, records, spec_of
+torch = pytest.importorskip("torch")
+
+from benchmarks.gpu import tune_cases, tune_device, tune_tasks
+from benchmarks.gpu.tune_records import decided, records, rows, table, weak_gain
+from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.schedules.tuning.tuned import TunedKernels
 from relaxpack.target import parse_target
 from relaxpack.tuning.candidates import families_for, family_for
+from tests.helpers import attention_device, bench_stand_in
+from tests.helpers.bench_stand_in import StandIn
 from tests.helpers.tuning_records import SM_90
 
 COMPILER = {"apache-tvm": "0.27.0.post1", "kernels": 1, "cuda": "13.0"}
 HOPPER = parse_target("cuda:sm_90a")
+JOB = replace(tune_tasks.linear_job("8b.o", 16), cases=[
+    {"kind": "linear", "rows": 4, "n": 64, "k": 128, "weight": "bf16", "swiglu": False, "bias": False,
+     "out_dtype": "bfloat16"}])
 
 
-def task(times: dict[int, float], broken: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Candidates of 8b.o at 16 rows: `times` of some of them, 100 us else."""
-    found = []
-    for index, choice in enumerate(candidates("8b.o", 16)):
-        us = times.get(index, 100.0)
-        entry = {"choice": choice, "error": 1e-3, "ok": index not in broken}
-        found.append({**entry, "times_us": [us * (1 + 0.001 * (i % 3)) for i in range(15)]})
-    return {"linear": "8b.o", "rows": 16, "rotated_bytes": 320 << 20, "candidates": found}
+def _stage(function: str, *arguments: str) -> dict[str, Any]:
+    return {"stages": [{"function": function, "arguments": list(arguments)}], "temporaries": {}}
 
 
-def made(*tasks: dict[str, Any]) -> tuple[list[Any], list[dict[str, Any]]]:
-    return records({"target": dict(SM_90), "host": "gpu", "created": "2026-11-29T20:15:00Z", "tasks": list(tasks)}, COMPILER)
+def _task(beside: bool = True) -> dict[str, Any]:
+    """8b.o at 16 rows with the true choices, on a small matrix; function k3 is that of choice 3."""
+    choices = tune_tasks.candidates(JOB)[:8]
+    workload = families_for(HOPPER)["cuda.linear"].workload(JOB.spec, "linear_4096x4096")
+    return {"name": JOB.name, "bucket": 16, "cases": list(JOB.cases), "workload": asdict(workload),
+            "candidates": [{"choice": choice, **_stage(f"k{i}", "x", "weight", "y")} for i, choice in enumerate(choices)],
+            **({"beside": {"before": False, "h": 64, **_stage("norm", "x", "weight", "y")}} if beside else {})}
+
+
+def _measured(times: dict[str, float], task: dict[str, Any] | None = None, broken: Any = (),
+              **kernels: Any) -> dict[str, Any]:
+    functions = {f"k{i}": bench_stand_in.linear for i in range(8)} | {"norm": bench_stand_in.norm} | kernels
+    bench = StandIn(functions, {"norm": 2.0, **times})
+    return tune_device.Session(bench, dict.fromkeys(functions, "library"), broken=broken).measure(task or _task())
+
+
+def _result(*tasks: dict[str, Any]) -> dict[str, Any]:
+    return {"target": dict(SM_90), "host": "gpu", "created": "2026-11-29T20:15:00Z", "compiler": COMPILER, "torch": "2.11",
+            "ceilings": {"read_tb_s": 4.2, "gemm_tflop_s": 780.0}, "tasks": list(tasks)}
 
 
 def test_the_fastest_right_kernel_becomes_a_record_that_a_build_uses() -> None:
-    (one,), (row,) = made(task({3: 70.0, 5: 40.0}, broken=(5,)))
-    choice = candidates("8b.o", 16)[3]
-    assert one.choice == {"kind": "parameters", "parameters": choice} and one.bucket == 16
-    assert one.median_us == pytest.approx(70, rel=0.01) and one.baseline_us == pytest.approx(100, rel=0.01)
-    assert row["failed"] == 1 and dict(one.target) == dict(SM_90)
+    task = _measured({"k3": 70.0, "k5": 40.0, "k6": 30.0}, k5=bench_stand_in.wrong, broken=[(JOB.name, 6)])
+    assert task["candidates"][5]["error"] == float("inf") and task["candidates"][6]["failure"] == "ended the process"
+    (one,), problems = records(_result(task))
+    choice = task["candidates"][3]["choice"]
+    assert one.choice == {"kind": "parameters", "parameters": choice} and one.bucket == 16 and problems == []
+    assert one.median_us == pytest.approx(72, rel=0.01) and one.baseline_us == pytest.approx(102, rel=0.01)
+    assert dict(one.target) == dict(SM_90) and dict(one.compiler) == COMPILER and "beside" in one.conditions
 
     class Found:
         def find(self, workload: Any, buckets: Any, kernel: str) -> Any:
@@ -50,22 +79,199 @@ def test_the_fastest_right_kernel_becomes_a_record_that_a_build_uses() -> None:
 
     known = families_for(HOPPER)
     tuned = TunedKernels(Found(), lambda operation, spec: family_for(known, operation, spec), {"decode": 64, "prefill": 512})
-    kernel = CudaKernels(HOPPER, tuned=tuned).linear(spec_of("8b.o", 16))
+    kernel = CudaKernels(HOPPER, tuned=tuned).linear(JOB.spec)
     assert kernel.source == f"tuned:{one.id[:16]}"
-    assert kernel.stages[0].name == known["cuda.linear"].make(spec_of("8b.o", 16), choice).stages[0].name
+    assert kernel.stages[0].name == known["cuda.linear"].make(JOB.spec, choice).stages[0].name
+
+
+def test_the_time_beside_the_neighbour_decides() -> None:
+    """A kernel that is fast alone and lets its neighbour wait is not taken."""
+    def keeps_the_chip(self: StandIn, calls: Any) -> Any:
+        replay = plain(self, calls)
+        return (lambda: replay() + 80) if self.called == ["k3", "norm"] else replay
+
+    plain = StandIn.captured
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StandIn, "captured", keeps_the_chip)
+        task = _measured({"k3": 60.0, "k4": 80.0})
+    decision = decided(task)
+    assert not isinstance(decision, str) and decision.winner["number"] == 4
 
 
 def test_a_library_may_win() -> None:
-    index = next(i for i, choice in enumerate(candidates("8b.o", 16)) if "library" in choice)
-    (one,), _ = made(task({index: 50.0}))
+    task = _task()
+    task["candidates"][2]["choice"] = {"library": "cublaslt"}
+    (one,), _ = records(_result(_measured({"k2": 50.0}, task)))
     assert one.choice == {"kind": "library", "library": "cublaslt", "parameters": {}}
 
 
 def test_within_the_noise_the_rule_stands() -> None:
-    (one,), (row,) = made(task({3: 99.5}))
-    assert one.choice == {"kind": "parameters", "parameters": {}} and row["result"] == "not 1% faster"
+    (one,), _ = records(_result(_measured({"k3": 99.5}, _task(beside=False))))
+    assert one.choice == {"kind": "parameters", "parameters": {}} and one.baseline_us == pytest.approx(100, rel=0.01)
+
+
+def test_a_gain_on_the_whole_excuses_no_loss_on_a_case() -> None:
+    """Two cases; candidate 3 halves one and is slower on the other."""
+    task = _task(beside=False)
+    task["cases"] = [task["cases"][0], {**task["cases"][0], "rows": 8}]
+    measured = _measured({"k3": 50.0, "k4": 90.0}, task)
+    measured["candidates"][3]["alone_us"][1] = [110.0] * tune_device.DUEL_ROUNDS
+    decision = decided(measured)
+    assert not isinstance(decision, str) and decision.winner["number"] == 4
 
 
 def test_without_the_rule_there_is_nothing_to_compare_with() -> None:
-    kept, (row,) = made(task({3: 50.0}, broken=(0,)))
-    assert kept == [] and "the rule's kernel failed" in row["result"]
+    def raises(*arguments: Any) -> None:
+        raise ValueError("no such kernel image")
+
+    kept, (problem,) = records(_result(_measured({"k3": 50.0}, k0=raises)))
+    assert kept == [] and "the rule's kernel failed (ValueError: no such kernel image)" in problem
+
+
+def test_a_broken_context_ends_the_process() -> None:
+    def raises(*arguments: Any) -> None:
+        raise RuntimeError("CUDA: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError):
+        _measured({}, k1=raises)
+
+
+def test_the_table_says_how_far_the_rule_is_from_the_roofline() -> None:
+    result = _result(_measured({"k3": 50.0}), _measured({}, _task(beside=False)))
+    first, second = rows(result)
+    assert first["gain"] == pytest.approx(102 / 52, rel=0.01) and second["gain"] == 1.0
+    assert first["share"] == pytest.approx(first["roofline_us"] / 100, rel=0.01)
+    gain, count = weak_gain([first, second])
+    assert count == 2 and gain == pytest.approx((102 / 52) ** 0.5, rel=0.01)
+    assert "the rule |" in table(result) and "2 cases below 80 % of the roofline" in table(result)
+
+
+@pytest.mark.parametrize("weight", ["q4_0", "q4_1", "q8_0", "fp8"])
+def test_quantised_weights_are_exact_in_bfloat16(weight: str) -> None:
+    """What the reference takes for the weight is what the packed buffers hold."""
+    from relaxpack.weight_format import FORMATS
+
+    fmt, unpacked = FORMATS[weight], []
+    given = {**JOB.cases[0], "weight": weight, "swiglu": True}
+
+    def unpack(buffers: dict[str, Any]) -> None:
+        unpacked.append({name: tensor for name, tensor in buffers.items() if name != "plain"})
+        buffers["plain"].zero_()
+
+    case = tune_cases.LinearCase(StandIn({}, {}), given, unpack)
+    assert set(unpacked[0]) <= set(case.sets[0]) and case.reference()["y"].shape == (4, 32)
+    scales = case.sets[0]["weight.scales"].float()
+    assert torch.equal(scales.log2().round(), scales.log2()) and case.read_bytes < 64 * 128 * 2
+    codes = case.sets[0]["weight.codes"].view(torch.uint8)
+    values = codes.view(torch.float8_e4m3fn).float() if fmt.e4m3 else codes & 15 if fmt.bits == 4 else codes.view(torch.int8)
+    numbers = values.double() * float(scales.max()) - (2.0 ** -5 if fmt.minimum == "stored" else 0)
+    assert bool(numbers.isfinite().all()) and torch.equal(numbers.bfloat16().double(), numbers)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_norms_case(residual: bool) -> None:
+    case = tune_cases.NormCase(StandIn({}, {}), {"kind": "norm", "rows": 3, "h": 64, "residual": residual})
+
+    def kernel(one: dict[str, Any]) -> None:
+        total = one["x"] + one["residual"] if residual else one["x"]
+        if residual:
+            one["total"].copy_(total)
+        bench_stand_in.norm(total, one["weight"], one["y"])
+
+    case.poison()
+    assert case.errors(case.reference()) == float("inf")
+    kernel(case.sets[0])
+    assert case.errors(case.reference()) < case.tolerance
+    assert float((case.peer()[0]() - case.sets[0]["y"]).abs().max()) < 0.05
+
+
+def test_attention_runs_on_pages_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_device, "DEVICE", "cpu")
+    monkeypatch.setattr(tune_cases, "ATTENTION_BYTES", 1 << 16)
+    spec = AttentionSpec(2, 4, 2, 64, 64, 16, 512, 8192, "bfloat16", "bfloat16", 0.125)
+    given = {"kind": "decode_attention", "rows": 2, "tokens": 40, "spec": asdict(spec)}
+    expected: list[Any] = []
+
+    def split(q: Any, layer: int, pages: Any, table: Any, lengths: Any, y: Any, partial: Any, cuts: Any) -> None:
+        assert pages.shape[0] == 2 and 0 <= layer < 2 and table.shape == (2, 512) and lengths.tolist() == [40, 40]
+        assert bool(partial.isnan().all()) and cuts.dtype == torch.int32
+        y.copy_(expected[0])
+
+    bench = StandIn({"split": split}, {})
+    expected.append(tune_cases.DecodeAttentionCase(bench, given).reference()["y"])
+    candidate = {"choice": {}, **_stage("split", "q", "layer", "pages", "page_table", "lengths", "y", "partial", "cuts"),
+                 "temporaries": {"partial": [["t", 3], "float32"], "cuts": [[4], "int32"]}}
+    task = {"name": "attention", "bucket": 2, "workload": {}, "cases": [given], "candidates": [candidate]}
+    measured = tune_device.Session(bench, {"split": "library"}).measure(task)
+    entry, = measured["candidates"]
+    assert entry["error"] < 1 and len(entry["alone_us"][0]) == tune_device.DUEL_ROUNDS and "torch_us" in measured
+
+
+# ---- the watching process ----
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """`tune.py` in a folder of its own, beside a device module whose file is pretended to be there."""
+    monkeypatch.setattr(tune_device, "__file__", str(tmp_path / "tune_device.py"))
+    yield tmp_path / "tune.py"
+
+
+def test_a_candidate_that_ends_the_process_is_skipped_by_the_next(child: Path, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    child.write_text("import json, os, sys\n"
+                     "broken = json.loads(sys.argv[sys.argv.index('--broken') + 1])\n"
+                     f"open({str(out.with_suffix('.progress'))!r}, 'w').write(json.dumps(['8b.o@1', 7]))\n"
+                     "if not broken: os.abort()\n"
+                     f"open({str(out)!r}, 'w').write(json.dumps(broken))\n")
+    assert tune_device.run(tmp_path, out, 120) == 0
+    assert json.loads(out.read_text()) == [["8b.o@1", 7]]
+
+
+def test_a_process_that_cannot_start_is_not_started_again(child: Path, tmp_path: Path) -> None:
+    child.write_text("import sys; open(sys.argv[0] + '.starts', 'a').write('x'); sys.exit(3)")
+    assert tune_device.run(tmp_path, tmp_path / "result.json", 120) == 1
+    assert Path(f"{child}.starts").read_text() == "x"
+
+
+def test_a_hanging_process_is_killed(child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_device, "HANG_SECONDS", 1.0)
+    out = tmp_path / "result.json"
+    child.write_text("import json, sys, time\n"
+                     f"open({str(out.with_suffix('.progress'))!r}, 'w').write(json.dumps(['8b.o@1', 7]))\n"
+                     "if '7' not in sys.argv[sys.argv.index('--broken') + 1]: time.sleep(600)\n")
+    assert tune_device.run(tmp_path, out, 120) == 0
+
+
+# ---- what is prepared ----
+
+def test_every_job_has_the_rules_choice_first_and_others() -> None:
+    jobs = tune_tasks.jobs()
+    assert len({job.name for job in jobs}) == len(jobs)
+    for job in jobs:
+        found = tune_tasks.candidates(job)
+        assert len(found) >= 2, job.name
+    named = {job.name for job in jobs}
+    for count in (1, 4, 8, 16, 64, 512, 4096):
+        assert {f"8b.{part}@{count}" for part in ("qkv", "o", "gate_up", "down")} <= named
+
+
+@pytest.mark.slow
+def test_prepared_libraries_hold_every_function_of_the_index(tmp_path: Path) -> None:
+    import lzma
+
+    if sys.platform != "linux" or not _can_compile():
+        pytest.skip("no CUDA compiler")
+    job = replace(tune_tasks.norm_job("1b", True), only=lambda choice: choice["threads"] >= 256)
+    tune_tasks.prepare(tmp_path, [job])
+    index = json.loads(lzma.decompress((tmp_path / "tune.json.xz").read_bytes()))
+    task, = index["tasks"]
+    functions = {stage["function"] for one in task["candidates"] for stage in one["stages"]}
+    assert functions == set(index["libraries"]) and len(functions) == len(task["candidates"])
+    for library in set(index["libraries"].values()):
+        assert lzma.decompress((tmp_path / f"{library}.xz").read_bytes()).startswith(b"\x7fELF")
+
+
+def _can_compile() -> bool:
+    from tests.helpers.cuda_harness import can_generate, have_compiler
+
+    return have_compiler() and can_generate()

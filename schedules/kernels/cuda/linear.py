@@ -37,6 +37,7 @@ GENERIC_ROWS = (16, EVERY)
 FAMILIES: dict[str, tuple[Callable[..., Any], str]] = {
     "gemm_rows": (rows_body, "xy"), "gemm_few": (few_body, "x"), "gemm_many": (many_body, "x"),
     "gemm_tiles": (tiles_body, "xy")}
+QUANTIZED_FAMILIES: dict[str, Callable[..., Any]] = {"gemm_rows_quant": gemm_rows_quant, "gemm_few_quant": gemm_few_quant}
 Plan = tuple[str, dict[str, int]]
 
 
@@ -150,25 +151,31 @@ def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict
 def _quantized(spec: LinearSpec, hopper: bool, convert: bool) -> Kernel:
     rows = spec.max_rows if spec.max_rows is not None else (32 if spec.phase == "decode" else EVERY)
     if rows > UNPACK_ROWS:
-        return _unpacked(spec, rows, hopper)
-    family, options = quantized_plan(spec, rows, hopper)
+        return unpacked(spec, hopper)
+    return packed(spec, quantized_plan(spec, rows, hopper), hopper, convert)
+
+
+def packed(spec: LinearSpec, plan: tuple[str, dict[str, Any]], hopper: bool, convert: bool) -> Kernel:
+    """A kernel that reads the packed weight. `convert`: the GPU has an instruction from fp8."""
+    family, options = plan
     marks = "".join(f"_{key[:2]}{value}" for key, value in options.items())
     name = _name(spec, f"{family}_{spec.weight.name}{marks}")
-    make = gemm_few_quant if family == "gemm_few_quant" else gemm_rows_quant
-    func = make(spec.out_features, spec.in_features, spec.weight, spec.activation_dtype, spec.out_dtype, bias=spec.bias,
-                residual=spec.residual, glu=spec.glu, name=name,
-                dependent_launch=hopper and spec.max_rows is not None, convert=convert, **options)
+    func = QUANTIZED_FAMILIES[family](
+        spec.out_features, spec.in_features, spec.weight, spec.activation_dtype, spec.out_dtype, bias=spec.bias,
+        residual=spec.residual, glu=spec.glu, name=name, dependent_launch=hopper and spec.max_rows is not None,
+        convert=convert, **options)
     return Kernel((Stage(func, name, ("x", *_buffers(spec), *_extras(spec)), ("y",)),), f"rule:cuda.{family}")
 
 
-def _unpacked(spec: LinearSpec, rows: int, hopper: bool) -> Kernel:
-    """Unpack the weight once, then multiply: the unpacked copy is small against the work of many rows."""
+def unpacked(spec: LinearSpec, hopper: bool, chosen: Plan | None = None) -> Kernel:
+    """Unpack the weight once, then multiply: the unpacked copy is small against the work of many rows. `chosen`: how to
+    multiply, in place of the rule's plan (specs with `max_rows`)."""
     n, k, dtype = spec.out_features, spec.in_features, spec.activation_dtype
     name = f"dequantize_{spec.weight.name}_{n}x{k}_{dtype}"
     unpack = Stage(dequantize(n, k, spec.weight, dtype, name=name), name, _buffers(spec), ("plain",))
     plan = hopper_plan if hopper and _fits_tma(spec) else generic_plan
     if spec.max_rows is not None:
-        multiply = _one(spec, plan(n, k, rows, spec.gated), hopper)
+        multiply = _one(spec, chosen or plan(n, k, spec.max_rows, spec.gated), hopper)
     else:
         limits = (128, 512, 2048, EVERY) if plan is hopper_plan else (EVERY,)
         multiply = _several(spec, [(limit, plan(n, k, limit, spec.gated)) for limit in limits])

@@ -1,9 +1,13 @@
-"""RMSNorm and residual add + RMSNorm: one block per row, 16-byte accesses, float32 sums. Not fused into matmuls."""
+"""RMSNorm and residual add + RMSNorm: one block per row, 16-byte accesses, float32 sums. Not fused into matmuls. How many
+threads share a row, and whether the kernel is launched while the one before still runs, is `NormTuning`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.kernel_spec import NormSpec
+from relaxpack.kernel_spec import Kernel, NormSpec, Stage
 from relaxpack.schedules.kernels.cuda.common import finish, with_handles
 from relaxpack.schedules.kernels.cuda.fragments import high, low, pack, shuffle_xor
 from tvm.script import tirx as T
@@ -11,13 +15,41 @@ from tvm.script import tirx as T
 LOAD, STORE = "ld.global.v4.b32", "st.global.v4.b32"
 
 
-def norm(spec: NormSpec, *, dependent_launch: bool = False, name: str = "rms_norm"):
+@dataclass(frozen=True)
+class NormTuning:
+    """The search space. `threads` is a multiple of 32."""
+
+    threads: int
+    dependent_launch: bool = False
+
+
+def default_tuning(spec: NormSpec) -> NormTuning:
+    """A thread for every 16 bytes of a row, as far as a block has threads."""
+    return NormTuning(min(1024, -(-spec.hidden_size // 8 // 32) * 32))
+
+
+def norm_kernel(spec: NormSpec, tuning: NormTuning | None = None) -> Kernel:
+    epsilon = f"{spec.epsilon:g}".replace("-", "m").replace(".", "p").replace("+", "")
+    default = default_tuning(spec)
+    tuning = tuning or default
+    marks = (f"_th{tuning.threads}" * (tuning.threads != default.threads)
+             + "_dependent" * (tuning.dependent_launch and not default.dependent_launch))
+    name = f"{'add_' if spec.residual else ''}rms_norm_{spec.hidden_size}_{spec.activation_dtype}_eps{epsilon}{marks}"
+    inputs = ("x", "residual", "weight") if spec.residual else ("x", "weight")
+    outputs = ("total", "y") if spec.residual else ("y",)
+    # An element is read before it is written, by the same thread.
+    overwrites = (("residual", "total"), ("x", "y")) if spec.residual else (("x", "y"),)
+    func = norm(spec, threads=tuning.threads, dependent_launch=tuning.dependent_launch, name=name)
+    return Kernel((Stage(func, name, inputs, outputs, overwrites=overwrites),), "rule:cuda.norm")
+
+
+def norm(spec: NormSpec, *, threads: int | None = None, dependent_launch: bool = False, name: str = "rms_norm"):
     """PrimFunc x I`[t, H]`, [residual I`[t, H]`], weight f32`[H]` → [total], y I`[t, H]`. The norm is taken of the total
     as stored, rounded to the activation dtype. H must be a multiple of 8."""
     H, dtype, residual = spec.hidden_size, spec.activation_dtype, spec.residual
     assert H % 8 == 0
     vectors = H // 8
-    THREADS = min(1024, -(-vectors // 32) * 32)
+    THREADS = threads or default_tuning(spec).threads
     ROUNDS = -(-vectors // THREADS)
     WARPS = THREADS // 32
     PACK = pack(dtype)

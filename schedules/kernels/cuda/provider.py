@@ -27,7 +27,7 @@ from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
 from relaxpack.schedules.kernels.cuda.embedding import embedding
 from relaxpack.schedules.kernels.cuda.library import library_linear
 from relaxpack.schedules.kernels.cuda.linear import linear
-from relaxpack.schedules.kernels.cuda.norm import norm
+from relaxpack.schedules.kernels.cuda.norm import norm_kernel
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.sampling import sample
 from relaxpack.schedules.tuning.tuned import TunedKernels
@@ -68,15 +68,7 @@ class CudaKernels:
             (Stage(embedding(spec, name=name), name, ("token_ids", *buffers), ("y",)),), "rule:cuda.embedding"))
 
     def norm(self, spec: NormSpec) -> Kernel:
-        epsilon = f"{spec.epsilon:g}".replace("-", "m").replace(".", "p").replace("+", "")
-        name = f"{'add_' if spec.residual else ''}rms_norm_{spec.hidden_size}_{spec.activation_dtype}_eps{epsilon}"
-        dependent = self.arch == "sm_90a"       # launched while the kernel before it still runs
-        inputs = ("x", "residual", "weight") if spec.residual else ("x", "weight")
-        outputs = ("total", "y") if spec.residual else ("y",)
-        # An element is read before it is written, by the same thread.
-        overwrites = (("residual", "total"), ("x", "y")) if spec.residual else (("x", "y"),)
-        return self._cached(("norm", spec), lambda: Kernel(
-            (Stage(norm(spec, name=name), name, inputs, outputs, overwrites=overwrites),), "rule:cuda.norm"))
+        return self._cached(("norm", spec), lambda: self._found("norm", spec) or norm_kernel(spec))
 
     def rope_append(self, spec: AttentionSpec) -> Kernel:
         return self._cached(("rope_append", spec), lambda: rope_append(spec, self.arch))
@@ -96,7 +88,7 @@ class CudaKernels:
         """The questions so far: operation, spec and answer."""
         return [(key[0], key[-1], kernel) for key, kernel in self._kernels.items() if isinstance(key, tuple)]
 
-    def _found(self, operation: str, spec: LinearSpec | AttentionSpec) -> Kernel | None:
+    def _found(self, operation: str, spec: LinearSpec | NormSpec | AttentionSpec) -> Kernel | None:
         """The kernel of a tuning record. One of a library keeps its source, by which a bundle says what it needs."""
         if self._tuned is None:
             return None

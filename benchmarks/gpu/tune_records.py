@@ -1,0 +1,160 @@
+"""What a run on the GPU comes to: records of the winners by the rule of noise, and the table of rule, tuned, torch and
+roofline. Runs anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.gpu.tune_device import geometric_mean
+from relaxpack import __version__
+from relaxpack.schedules.tuning.noise import Verdict
+from relaxpack.tuning.rounds import Rounds
+from relaxpack.tuning.session import decide
+from relaxpack.tuning_record import Check, Origin, TuningRecord, Workload
+
+SEED = 1
+SLOWER = 1.02          # a case on which a candidate is slower than the rule by more than this disqualifies it
+METHOD = "CUDA graph replays in turn, inputs rotated beyond the L2 cache"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Of one task. `rounds` are those that decide: beside the neighbour where there is one."""
+
+    task: dict[str, Any]
+    rule: dict[str, Any]
+    winner: dict[str, Any]
+    verdict: Verdict
+
+    @property
+    def improved(self) -> bool:
+        return bool(self.winner["number"])
+
+
+def deciding(task: dict[str, Any], entry: dict[str, Any]) -> list[list[float]]:
+    """Times by case and round: beside the neighbour where the task has one, else alone."""
+    times: list[list[float]] = entry["beside_us"] if entry.get("beside_us") else entry["alone_us"]
+    return times
+
+
+def means(times: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The geometric mean over the cases, round by round."""
+    return tuple(round(geometric_mean(one), 4) for one in zip(*times, strict=True))
+
+
+def decided(task: dict[str, Any]) -> Decision | str:
+    """The rule stands unless a candidate beats it, and is not slower on any case. Or why nothing can be said."""
+    timed = [entry for entry in task["candidates"] if entry.get("alone_us")]
+    if not timed or timed[0]["number"]:
+        failure = task["candidates"][0].get("failure", f"error {task['candidates'][0].get('error')}")
+        return f"the rule's kernel failed ({failure}): nothing to compare with"
+    rule = timed[0]
+    twin = task.get("twin_beside_us" if rule.get("beside_us") else "twin_us") or deciding(task, rule)
+    limit = [SLOWER * median(times) for times in deciding(task, rule)]
+    others = [entry for entry in timed[1:] if all(
+        median(times) <= most for times, most in zip(deciding(task, entry), limit, strict=True))]
+    rotated = min(case["rotated_bytes"] for case in task["cases"])
+    rounds = [_rounds(means(times), rotated) for times in (
+        deciding(task, rule), twin, *(deciding(task, entry) for entry in others))]
+    winner, verdict = decide(rounds, same=True)
+    return Decision(task, rule, [rule, rule, *others][winner], verdict)
+
+
+def _rounds(times: tuple[float, ...], rotated: int) -> Rounds:
+    return Rounds(times, (True,) * len(times), rotated)
+
+
+def record(result: dict[str, Any], decision: Decision) -> TuningRecord:
+    task, winner = decision.task, decision.winner
+    choice = dict(winner["choice"]) if decision.improved else {}
+    library = choice.pop("library", None)
+    kept = ({"kind": "library", "library": library, "parameters": choice} if library
+            else {"kind": "parameters", "parameters": choice})
+    times = means(deciding(task, winner))
+    conditions = {"repeats": len(times), "rotated_bytes": min(case["rotated_bytes"] for case in task["cases"]),
+                  "method": METHOD, "torch": str(result["torch"])}
+    if winner.get("beside_us"):
+        conditions["beside"] = "RMSNorm, launched dependently: its time is part of the time"
+    if len(task["cases"]) > 1:
+        conditions["cases"] = "geometric mean of " + ", ".join(map(case_text, task["cases"]))
+    origin = Origin(result["created"], result["host"], f"relaxpack {__version__}", len(task["candidates"]))
+    return TuningRecord(Workload(**task["workload"]), task["bucket"], result["target"], result["compiler"], kept, times,
+                        conditions, Check(SEED, round(winner["error"], 6), 1.0), origin,
+                        round(median(means(deciding(task, decision.rule))), 4))
+
+
+def case_text(case: dict[str, Any]) -> str:
+    return f"{case['rows']} x {case['tokens']} tokens" if "tokens" in case else f"{case['rows']} rows"
+
+
+def records(result: dict[str, Any]) -> tuple[list[TuningRecord], list[str]]:
+    """(a record of each task, what could not be decided)."""
+    made, problems = [], []
+    for task in result["tasks"]:
+        decision = decided(task)
+        if isinstance(decision, str):
+            problems.append(f"{task['name']}: {decision}")
+        else:
+            made.append(record(result, decision))
+    return made, problems
+
+
+def store(path: Path, database: str) -> None:
+    from relaxpack.dist.tuning.store import open_store
+
+    made, problems = records(json.loads(path.read_text()))
+    with open_store(database) as target:
+        added = target.add_all(made)
+    print("\n".join([*problems, f"{added} records into {database}"]))
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """One for each case of each task: microseconds alone and with the neighbour, by the rule, tuned and by torch, and how
+    near they are to the roofline."""
+    found = []
+    for task in result["tasks"]:
+        decision = decided(task)
+        if isinstance(decision, str):
+            continue
+        for index, case in enumerate(task["cases"]):
+            roofline = max(case["read_bytes"] / (result["ceilings"]["read_tb_s"] * 1e6),
+                           case["flops"] / (result["ceilings"]["gemm_tflop_s"] * 1e6))
+            row = {"task": task["name"], "case": case_text(case), "roofline_us": roofline, "improved": decision.improved,
+                   "choice": decision.winner["choice"], "why": decision.verdict.why}
+            for name, entry in (("rule", decision.rule), ("tuned", decision.winner)):
+                row[f"{name}_us"] = median(entry["alone_us"][index])
+                row[f"{name}_decides_us"] = median(deciding(task, entry)[index])
+            row["torch_us"] = median(task["torch_us"][index]) if "torch_us" in task else None
+            row["gain"] = row["rule_decides_us"] / row["tuned_decides_us"]
+            row["share"] = roofline / row["rule_us"]
+            found.append(row)
+    return found
+
+
+def weak_gain(found: Sequence[dict[str, Any]], share: float = 0.8) -> tuple[float, int]:
+    """(geometric mean of the gains, count) over the cases where the rule reaches less than `share` of the roofline."""
+    weak = [row["gain"] for row in found if row["share"] < share]
+    return (geometric_mean(weak), len(weak)) if weak else (1.0, 0)
+
+
+def table(result: dict[str, Any]) -> str:
+    found = rows(result)
+    lines = ["| kernel | case | rule, us | tuned, us | torch, us | roofline, us | rule's share | gain in a step | choice |",
+             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for row in found:
+        choice = ", ".join(f"{key} {value}" for key, value in row["choice"].items()) if row["improved"] else "the rule"
+        torch = f"{row['torch_us']:.2f}" if row["torch_us"] else ""
+        lines.append(f"| {row['task']} | {row['case']} | {row['rule_us']:.2f} | {row['tuned_us']:.2f} | {torch} | "
+                     f"{row['roofline_us']:.2f} | {row['share']:.0%} | {row['gain']:.2f}x | {choice} |")
+    gain, count = weak_gain(found)
+    slowest = min((row["gain"] for row in found), default=1.0)
+    return "\n".join([*lines, "", f"{count} cases below 80 % of the roofline: {gain:.2f}x in the geometric mean; the least "
+                                  f"gain of all {len(found)}: {slowest:.2f}x"])

@@ -1,0 +1,150 @@
+"""The search spaces of the CUDA matmuls for exactly so many rows: which kernel with which tiling, or which library's. Plain
+numbers that fit; whether they are fast, only the GPU says (docs/tuning.md, section 6).
+
+A choice names its kernel as `family`. For a quantised weight, a kernel of float weights means: unpack the weight, then
+multiply with that kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from relaxpack.errors import TuningError
+from relaxpack.kernel_spec import Kernel, LinearSpec
+from relaxpack.schedules.kernels.cuda import linear
+from relaxpack.schedules.kernels.cuda.codes_fp8 import can_convert
+from relaxpack.schedules.kernels.cuda.library import LIBRARIES, library_linear, why_not
+
+from .family import KernelFamily, Part
+from .space import ListedSpace, Parameters, Space
+
+Choice = dict[str, Any]
+_REGISTERS_OF_WEIGHTS = 64       # a thread may hold while its loads are under way, in blocks of 512 threads; else twice that
+
+
+def linear_family(arch: str) -> KernelFamily:
+    hopper = arch == "sm_90a"
+
+    def parts(spec: LinearSpec) -> Sequence[Part]:
+        if spec.max_rows is None or not hopper or not linear._fits_tma(spec):
+            return ()
+        return (Part(spec.max_rows, spec.max_rows, linear_space(spec, can_convert(arch))),)
+
+    def make(spec: LinearSpec, given: Mapping[str, Any]) -> Kernel:
+        if not given:
+            return linear.linear(spec, arch)
+        if "library" in given:
+            return library_linear(spec, str(given["library"]))
+        name, options = given.get("family"), {key: value for key, value in given.items() if key != "family"}
+        known = {**linear.FAMILIES, **(linear.QUANTIZED_FAMILIES if spec.weight.quantized else {})}
+        if name not in known or spec.max_rows is None:
+            raise TuningError(f"no matmul kernel {name!r} for {spec.max_rows} rows of {spec.weight.name} weights; known: "
+                              + ", ".join(known))
+        plan = (str(name), options)
+        if name in linear.QUANTIZED_FAMILIES:
+            return linear.packed(spec, plan, hopper, spec.weight.e4m3 and can_convert(arch))
+        return linear.unpacked(spec, hopper, plan) if spec.weight.quantized else linear._one(spec, plan, hopper)
+
+    return KernelFamily("cuda.linear", lambda spec: replace(spec, phase="decode") if spec.max_rows else spec, parts, make)
+
+
+def linear_space(spec: LinearSpec, convert: bool = False) -> Space:
+    """Everything that fits `spec.max_rows` rows of this matrix, the rule's own choice as the default."""
+    assert spec.max_rows is not None
+    n, k, rows = spec.out_features, spec.in_features, spec.max_rows
+    found: list[Choice] = []
+    if spec.weight.quantized:
+        found += _quantized(spec)
+    elif rows <= 16:
+        found += ({"family": "gemm_rows", **one} for one in _rows_tilings(n, k, rows))
+    if not spec.weight.quantized or rows > linear.UNPACK_ROWS // 2:
+        if rows <= 256:
+            found += ({"family": "gemm_few", **one} for one in _few_tilings(n, k, rows))
+        if rows > 64:
+            found += _many_tilings(spec)
+    found += [{"library": library} for library in LIBRARIES if why_not(spec, library) is None]
+    return ListedSpace(tuple(found), default_choice(spec))
+
+
+def default_choice(spec: LinearSpec) -> Parameters:
+    """What the rule takes, in the words of the space."""
+    assert spec.max_rows is not None
+    n, k, rows = spec.out_features, spec.in_features, spec.max_rows
+    if spec.weight.quantized and rows <= linear.UNPACK_ROWS:
+        name, options = linear.quantized_plan(spec, rows, True)
+    else:
+        name, options = linear.hopper_plan(n, k, rows, spec.gated)
+    return {"family": name, **options}
+
+
+def _warps_and_unroll(chunks: int, strips: int, words: int, sets: int = 1) -> Iterator[tuple[int, int]]:
+    """(warps of a block, chunks of 64 in flight): no more than there is of K, and registers for what is loaded. `words`: of
+    a chunk and strip; `sets`: rounds under way at once."""
+    for warps in (2, 4, 8, 16):
+        for unroll in (1, 2, 4, 8):
+            held = sets * unroll * strips * words
+            if warps * unroll <= max(chunks, 2) and held <= _REGISTERS_OF_WEIGHTS * (1 if warps == 16 else 2):
+                yield warps, unroll
+
+
+def _rows_tilings(n: int, k: int, rows: int) -> Iterator[Choice]:
+    """`strips` 1 is left out, as the rule's choices leave it: it is the kernel's own default."""
+    for strips in (1, 2) if n >= 2048 else (1,):
+        for warps, unroll in _warps_and_unroll(-(-k // 64), strips, 16):
+            if strips == 1 or (warps <= 8 and unroll <= 2):
+                yield {"columns": 8 if rows <= 8 else 16, "warps": warps, "unroll": unroll,
+                       **({"strips": strips} if strips > 1 else {})}
+
+
+def _few_tilings(n: int, k: int, rows: int) -> Iterator[Choice]:
+    """Enough blocks to fill the chip, and not much more than one wave of them. Blocks of fewer rows read a strip of weights
+    several times, from the L2 cache."""
+    whole = 128 if rows > 64 else -(-rows // 16) * 16
+    for columns in sorted({-(-rows // 8) * 8, whole, *([64] if 64 < rows <= 256 else [])}):
+        if columns > 256:
+            continue
+        for consumers in (1, 2) if columns <= 64 else (2,):
+            for per_sm in (1, 2) if columns <= 64 else (1,):
+                for share in (1, 2) if columns >= 64 and columns % 16 == 0 and consumers == 2 else (1,):
+                    for split in (1, 2, 3, 4, 6, 8):
+                        blocks = -(-n // (64 * consumers)) * split * -(-rows // columns)
+                        fits = split * share <= 8 and k // 64 // split >= 4
+                        fills = blocks >= 0.4 * linear.MULTIPROCESSORS or split == 8
+                        if fits and fills and (split == 1 or blocks <= 1.2 * linear.MULTIPROCESSORS * per_sm):
+                            yield {"columns": columns, "consumers": consumers, "split": split, "share": share,
+                                   "blocks_per_sm": per_sm}
+
+
+def _many_tilings(spec: LinearSpec) -> Iterator[Choice]:
+    for tile in sorted(linear.TILE_COST):
+        for cluster in (1, 2):
+            if not spec.gated or (tile in (128, 256) and cluster == 1):
+                for group in (8, 16) if spec.max_rows is not None and spec.max_rows >= 2048 else (8,):
+                    yield {"family": "gemm_many", "tile_n": tile, "cluster": cluster,
+                           **({"group_m": group} if group != 8 else {})}
+
+
+def _quantized(spec: LinearSpec) -> Iterator[Choice]:
+    """Kernels that read the packed weight: without and with x in shared memory."""
+    assert spec.max_rows is not None
+    n, k, rows, weight = spec.out_features, spec.in_features, spec.max_rows, spec.weight
+    chunks, words = -(-k // 64), 4 if weight.bits == 4 else 8
+    if rows <= 16 or weight.group_size == 16:
+        columns = 8 if rows <= 8 else 16
+        for ahead in (False, True):
+            for warps, unroll in _warps_and_unroll(chunks, 1, words, 1 + ahead):
+                if warps >= 4:
+                    yield {"family": "gemm_rows_quant", "columns": columns, "warps": warps, "unroll": unroll,
+                           **({"ahead": True} if ahead else {})}
+    if weight.group_size == 16 or rows > linear.UNPACK_ROWS:
+        return
+    for strips in (1, 2):
+        for warps in (4, 8):
+            for split in (1, 2, 3, 4, 6, 8):
+                blocks = -(-n // (16 * strips * warps)) * split
+                if k // 64 // split >= 4 and (split == 1 or blocks <= 2.4 * linear.MULTIPROCESSORS):
+                    if blocks >= 0.4 * linear.MULTIPROCESSORS or split == 8:
+                        yield {"family": "gemm_few_quant", "columns": -(-rows // 8) * 8, "strips": strips, "warps": warps,
+                               "split": split}
