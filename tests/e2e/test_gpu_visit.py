@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from relaxpack.llm import LLM
+from relaxpack.recipe import FromCheckpoint, to_json
 from relaxpack.relax_models.export import BuildLimits
 from tests.helpers import captured_model
 from tests.helpers.captured_model import CapturedModel
@@ -81,7 +82,8 @@ def test_a_bundle_of_a_seed_loads_and_answers(model: CapturedModel, tmp_path: Pa
     (tmp_path / "m.json").write_text(json.dumps({
         "info": model.info.to_json(), "target": {"kind": "cuda", "arch": "sm_90a", "features": []},
         "memory": {"arena_bytes": 4096}, "buckets": BUCKETS, "explain": {"steps": {}},
-        "parameters": [{"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
+        "parameters": [{"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype),
+                        "recipe": to_json(FromCheckpoint(name))}
                        for name, tensor in zip(model.names, model.parameters, strict=True)]}))
     written = random_bundle.write(tmp_path / "m", tmp_path / "large.bundle")
     assert written.targets[0].memory_plan["weight_bytes"] == sum(t.numpy().nbytes for t in model.parameters)
