@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from report import MODELS, ROOT, newest
+from report import MODELS, ROOT, newest, section
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -63,7 +63,7 @@ def gpu() -> None:
         theirs = [(r["batch"], r["decode_tok_s"]) for r in peer[1] if r.get("bench") == "gpu_decode" and r["prompt"] == 512]
         mine = [(r["batch"], r["tokens_per_second"]) for r in ours[1]["engine"] if r["prompt"] == 512]
         launched = [(int(b), int(b) / ms * 1e3) for b, ms in ours[1].get("eager_decode_ms", {}).items()]
-        second = newest(f"gpu_transformers_{model}_*.json")
+        second = section(f"transformers_{model}")
         eager = [(r["batch"], r["tokens_per_second"]) for r in second[1]["rows"]] if second else []
         for points, name, style in ((mine, "relaxpack", {"color": OURS, "linewidth": 2}),
                                     (launched, "its step without graphs", {"color": OURS, "linestyle": ":"}),

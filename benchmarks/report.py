@@ -24,6 +24,14 @@ def newest(pattern: str) -> tuple[str, Any] | None:
     return files[-1].name, data
 
 
+def section(name: str) -> tuple[str, Any] | None:
+    """(file, result) of a section of the newest visit to a GPU, where it succeeded."""
+    if (found := newest("gpu_visit_*.json")) is None:
+        return None
+    had = found[1]["sections"].get(name, {})
+    return (found[0], had["result"]) if had.get("ok") and had.get("result") else None
+
+
 def table(header: list[str], rows: list[list[Any]]) -> list[str]:
     line = "| " + " | ".join(header) + " |"
     return [line, "|" + "---|" * len(header), *("| " + " | ".join(map(str, row)) + " |" for row in rows), ""]
@@ -107,7 +115,7 @@ def gpu(model: str) -> list[str]:
     name, data = found
     peer = newest(f"gpu_vllm_{model}_*.jsonl")
     theirs = {(r["prompt"], r["batch"]): r for r in (peer[1] if peer else []) if r.get("bench") == "gpu_decode"}
-    second = newest(f"gpu_transformers_{model}_*.json")
+    second = section(f"transformers_{model}")
     eager = {(second[1]["prompt"], r["batch"]): r for r in second[1]["rows"]} if second else {}
     rows = []
     for row in data["engine"]:
@@ -140,7 +148,7 @@ def timelines() -> list[str]:
     """Where a captured step spends its time, kernel by kernel."""
     lines = []
     for model in MODELS:
-        if (found := newest(f"gpu_timeline_{model}_*.json")) is None:
+        if (found := section(f"timeline_{model}")) is None:
             continue
         name, data = found
         for batch, step in data["batches"].items():
@@ -154,7 +162,7 @@ def timelines() -> list[str]:
 
 
 def parity() -> list[str]:
-    if (found := newest("gpu_against_transformers_*.json")) is None:
+    if (found := section("against_transformers")) is None:
         return []
     name, data = found
     rows = [[model, f"{r['error']:.3f}", f"{r['transformers_bfloat16_error']:.3f}", r["tokens"] - r["differing"],
@@ -176,7 +184,7 @@ def visit() -> list[str]:
     sections = {key: value.get("result") for key, value in data["sections"].items()}
     loading, rates = sections["loading"], sections["upload"]["gigabytes_per_second"]
     captured, compared = loading["capture"], loading["after_capture"]
-    beside = captured["bytes"] - captured.get("arena", 0)
+    beside = captured["bytes"] - captured.get("arena", loading["load"]["memory_plan"]["arena"])
     rows = [["process start to first token, Llama-3.1-8B, files in the page cache",
              f"{data['sections']['first_token']['seconds']:.1f} s"],
             ["weights to the device", f"{loading['load']['weights_gigabytes_per_second']:.1f} GB/s"],

@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 MODEL = "llama-3.1-8b"
 SMALL = "llama-3.2-1b"
+OTHERS = ("qwen2.5-7b", "qwen3-8b")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,20 @@ def _measure(function: str) -> Callable[[Path, Path], list[str]]:
     code = (f"import json, sys; from pathlib import Path; sys.path.insert(0, {str(HERE)!r}); import visit_sections as s; "
             f"json.dump(s.{function}(Path(sys.argv[1])), open(sys.argv[2], 'w'))")
     return lambda folder, out: _python("-c", code, folder / "large.bundle", out)
+
+
+def _sanitized(tool: str) -> Callable[[Path, Path], list[str]]:
+    return lambda folder, out: ["compute-sanitizer", "--tool", tool, *_python(
+        "-m", "relaxpack", "generate", folder / "smollm2.bundle", "--prompt-ids", "5,6,7,8", "--raw", "-n", "3",
+        "--device", "cuda")]
+
+
+def _timeline(model: str) -> Callable[[Path, Path], list[str]]:
+    return lambda folder, out: _python(HERE / "timeline.py", folder, "--model", model, "--batches", "1,8,32", "--out", out)
+
+
+def _transformers(model: str) -> Callable[[Path, Path], list[str]]:
+    return lambda folder, out: _python(HERE / "peer_transformers.py", "--model", model, "--batches", "1,8,32", "--out", out)
 
 
 def _first_token(folder: Path, out: Path) -> list[str]:
@@ -72,11 +87,17 @@ SECTIONS = (
         "-m", "relaxpack", "bench", "latency", folder / "large.bundle", "--batch", "1,8,32,128", "--prompt-tokens", "512",
         "--output-tokens", "64", "--device", "cuda", "--json")),
     Section("upload", "GB/s of weights by chunk size", 60, _measure("upload_rates")),
-    Section("numbers", "a model in true shapes against torch in float32", 60, lambda folder, out: _python(
-        HERE / "run_models.py", folder, "--model", SMALL, "--batches", "1,8", "--contexts", "512", "--prefill", "512",
-        "--out", out)),
-    Section("transformers", "the second peer on the same machine", 60, lambda folder, out: _python(
-        HERE / "peer_transformers.py", "--model", SMALL, "--batches", "1,8,32", "--out", out)),
+    Section("memcheck", "does compute-sanitizer find an access that is out of bounds", 60, _sanitized("memcheck"),
+            "ERROR SUMMARY: 0 errors"),
+    Section("racecheck", "does compute-sanitizer find a race", 60, _sanitized("racecheck"), "RACECHECK SUMMARY: 0 hazards"),
+    Section("explain", "does a report with measured kernels come out", 60, lambda folder, out: _python(
+        "-m", "relaxpack", "explain", folder / "smollm2.bundle", "--measure", "--html", folder / "explain.html"), " kB"),
+    Section("against_transformers", "logits and greedy tokens of models in true shapes", 120, lambda folder, out: _python(
+        HERE / "against_transformers.py", folder, "--models", ",".join((SMALL, MODEL, *OTHERS)), "--out", out)),
+    Section(f"timeline_{SMALL}", "when each kernel of a captured step runs", 60, _timeline(SMALL)),
+    Section(f"timeline_{MODEL}", "when each kernel of a captured step runs", 60, _timeline(MODEL)),
+    Section(f"transformers_{SMALL}", "the second peer on the same machine", 60, _transformers(SMALL)),
+    Section(f"transformers_{MODEL}", "the second peer on the same machine", 60, _transformers(MODEL)),
 )
 
 
@@ -114,6 +135,8 @@ def _run_one(section: Section, folder: Path, limit: float) -> dict[str, Any]:
         code, output, errors = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired as expired:
         code, output, errors = 124, *(_text(part) for part in (expired.stdout, expired.stderr))
+    except OSError as problem:      # a tool that this machine lacks
+        code, output, errors = 127, "", str(problem)
     result: dict[str, Any] = {"ok": code == 0 and section.must_say in output, "seconds": round(time.monotonic() - begin, 2)}
     if (answer := _answer(made, output)) is not None:
         result["result"] = answer
@@ -151,6 +174,8 @@ def prepare(folder: Path, max_batch: int = 128) -> None:
         "attention": _python("-m", "tests.helpers.attention_builds", folder / "attention"),
         f"{SMALL}-bf16.so": _python(HERE / "build_models.py", folder, "--model", SMALL),
         f"{MODEL}-bf16.so": _python(HERE / "build_models.py", folder, "--model", MODEL, "--max-batch", max_batch),
+        **{f"{model}-bf16.so": _python(HERE / "build_models.py", folder, "--model", model, "--max-batch", 8, "--max-context",
+                                       2048, "--prefill-chunk", 1024) for model in OTHERS},
     }
     for name, command in steps.items():
         print(f"{name} ...", flush=True)
