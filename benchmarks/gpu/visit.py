@@ -72,32 +72,32 @@ def _first_token(folder: Path, out: Path) -> list[str]:
 SECTIONS = (
     Section("environment", "which machine is it", 30, lambda folder, out: _python(
         "-m", "relaxpack", "doctor", "--json")),
-    Section("gpu_tests", "do all tests marked gpu pass, one whole bundle and cuBLASLt among them", 150, lambda folder, out:
+    Section("gpu_tests", "do all tests marked gpu pass, one whole bundle and cuBLASLt among them", 90, lambda folder, out:
             _python("-m", "pytest", ROOT / "tests" / "gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider"), " passed"),
-    Section("canaries", "does the bundle that was built without a GPU answer as the CPU said", 40, lambda folder, out:
+    Section("canaries", "does the bundle that was built without a GPU answer as the CPU said", 30, lambda folder, out:
             _python("-m", "relaxpack", "verify", folder / "smollm2.bundle", "--device", "cuda", "--json")),
-    Section("smollm2", "logits, captured against eager, crowd against alone on real weights", 60, lambda folder, out:
+    Section("smollm2", "logits, captured against eager, crowd against alone on real weights", 40, lambda folder, out:
             _python(HERE / "check_bundle.py", "check", folder / "smollm2.bundle", folder / "smollm2.npz", out)),
-    Section("large_bundle", "a bundle in true size from a seed", 120, lambda folder, out: _python(
+    Section("large_bundle", "a bundle in true size from a seed", 90, lambda folder, out: _python(
         HERE / "random_bundle.py", folder / f"{MODEL}-bf16", folder / "large.bundle")),
-    Section("first_token", "process start to first token, files in the page cache", 60, _first_token),
-    Section("loading", "upload, plan against driver, capture of all buckets", 60, _measure("loading")),
-    Section("tables", "decode and prefill with graphs and without", 120, _measure("tables")),
+    Section("first_token", "process start to first token, files in the page cache", 30, _first_token),
+    Section("loading", "upload, plan against driver, capture of all buckets", 30, _measure("loading")),
+    Section("tables", "decode and prefill with graphs and without", 90, _measure("tables")),
     Section("latency", "launches, gap and share of the measured bandwidth of a step", 60, lambda folder, out: _python(
         "-m", "relaxpack", "bench", "latency", folder / "large.bundle", "--batch", "1,8,32,128", "--prompt-tokens", "512",
         "--output-tokens", "64", "--device", "cuda", "--json")),
-    Section("upload", "GB/s of weights by chunk size", 60, _measure("upload_rates")),
-    Section("memcheck", "does compute-sanitizer find an access that is out of bounds", 60, _sanitized("memcheck"),
+    Section("upload", "GB/s of weights by chunk size", 40, _measure("upload_rates")),
+    Section("memcheck", "does compute-sanitizer find an access that is out of bounds", 40, _sanitized("memcheck"),
             "ERROR SUMMARY: 0 errors"),
-    Section("racecheck", "does compute-sanitizer find a race", 60, _sanitized("racecheck"), "RACECHECK SUMMARY: 0 hazards"),
-    Section("explain", "does a report with measured kernels come out", 60, lambda folder, out: _python(
+    Section("racecheck", "does compute-sanitizer find a race", 40, _sanitized("racecheck"), "RACECHECK SUMMARY: 0 hazards"),
+    Section("explain", "does a report with measured kernels come out", 30, lambda folder, out: _python(
         "-m", "relaxpack", "explain", folder / "smollm2.bundle", "--measure", "--html", folder / "explain.html"), " kB"),
-    Section("against_transformers", "logits and greedy tokens of models in true shapes", 120, lambda folder, out: _python(
+    Section("against_transformers", "logits and greedy tokens of models in true shapes", 70, lambda folder, out: _python(
         HERE / "against_transformers.py", folder, "--models", ",".join((SMALL, MODEL, *OTHERS)), "--out", out)),
-    Section(f"timeline_{SMALL}", "when each kernel of a captured step runs", 60, _timeline(SMALL)),
-    Section(f"timeline_{MODEL}", "when each kernel of a captured step runs", 60, _timeline(MODEL)),
-    Section(f"transformers_{SMALL}", "the second peer on the same machine", 60, _transformers(SMALL)),
-    Section(f"transformers_{MODEL}", "the second peer on the same machine", 60, _transformers(MODEL)),
+    Section(f"timeline_{SMALL}", "when each kernel of a captured step runs", 40, _timeline(SMALL)),
+    Section(f"timeline_{MODEL}", "when each kernel of a captured step runs", 40, _timeline(MODEL)),
+    Section(f"transformers_{SMALL}", "the second peer on the same machine", 50, _transformers(SMALL)),
+    Section(f"transformers_{MODEL}", "the second peer on the same machine", 50, _transformers(MODEL)),
 )
 
 

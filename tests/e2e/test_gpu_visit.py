@@ -131,6 +131,8 @@ def test_every_section_is_something_that_can_be_run(visit: ModuleType, tmp_path:
             compile(arguments[1], section.name, "exec")
         elif arguments[0] == "-m":
             assert arguments[1] in ("pytest", "relaxpack")
+        elif arguments[0] == "--tool":
+            assert arguments[1] in ("memcheck", "racecheck") and arguments[3:5] == ["-m", "relaxpack"]
         else:
             assert Path(arguments[0]).is_file(), section.name
     done = subprocess.run([sys.executable, str(GPU / "visit.py"), "run", str(tmp_path), "--out", str(tmp_path / "x.json"),
