@@ -45,6 +45,7 @@ from relaxpack.weights import ParameterMaker, fixed_weights
 if TYPE_CHECKING:
     from relaxpack.schedules.tuning.tuned import Records, TunedKernels
     from relaxpack.tuning.lookup import DatabaseLookup
+    from relaxpack.tuning_record import Facts
 
 EMBEDDINGS = ("none", "also", "only")
 MAX_PAGE_SIZE = 65536
@@ -154,9 +155,10 @@ class _Built:
 
 def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
                  options: BuildOptions = BuildOptions(), *, force: bool = False, dump: Path | None = None,
-                 progress: Progress | None = None, databases: Sequence[str] = ()) -> BuildReport:
+                 progress: Progress | None = None, databases: Sequence[str] = (), gpu: str | None = None) -> BuildReport:
     """Build a bundle of `model` (Hugging Face folder, .gguf file or a packaged name) at `output`, for one target or
     several. `databases`: tuning records to use, see `relaxpack.tuning.lookup`; nothing is searched for or timed here.
+    `gpu`: whose records, where the GPU is not in this machine (`relaxpack.tuning.named_gpu`).
 
     Raises a RelaxpackError that says what is wrong; then nothing is left at `output`.
     """
@@ -167,6 +169,7 @@ def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
     _prepare_dump(dump)
     _check_linker()
     specs = target_specs(target)
+    machines = _machines(gpu, specs, databases)
     seconds: dict[str, float] = {}
 
     @contextmanager
@@ -186,7 +189,7 @@ def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
         writer.require_space(_least_bytes(checkpoint, plans))
         for plan in plans:
             folder = dump / plan.spec.file_stem if dump is not None and len(plans) > 1 else dump
-            with records_for(databases, plan.spec) as records:
+            with records_for(databases, plan.spec, machines.get(plan.spec.name)) as records:
                 built.append(_build_target(writer, checkpoint, plan, limits, options, folder, shown, stage, records))
         _write_text_members(writer, checkpoint)
         functions = options.embeddings != "only", options.embeddings != "none"
@@ -270,13 +273,23 @@ def _target_report(one: _Built, manifest: Manifest) -> TargetReport:
                         sum(one.stored.values()), dict(one.entry.kernels))
 
 
-def records_for(databases: Sequence[str], target: TargetSpec) -> AbstractContextManager[DatabaseLookup | None]:
-    """The records of all databases for one target, or None where there are no databases."""
+def _machines(gpu: str | None, specs: Sequence[TargetSpec], databases: Sequence[str]) -> Mapping[str, Facts]:
+    if gpu is None:
+        return {}
+    from relaxpack.tuning.named_gpu import facts_of_gpu
+
+    return facts_of_gpu(gpu, specs, databases)
+
+
+def records_for(databases: Sequence[str], target: TargetSpec,
+                machine: Facts | None = None) -> AbstractContextManager[DatabaseLookup | None]:
+    """The records of all databases for one target, or None where there are no databases. `machine`: its facts, where they
+    are not those of this machine."""
     if not databases:
         return nullcontext()
     from relaxpack.tuning.lookup import DatabaseLookup
 
-    return DatabaseLookup.open(databases, target)
+    return DatabaseLookup.open(databases, target, machine)
 
 
 def kernel_provider(target: TargetSpec, records: Records | None = None,

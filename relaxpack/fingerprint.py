@@ -17,8 +17,8 @@ from relaxpack.errors import EnvironmentProblem
 from relaxpack.target import TargetSpec
 from relaxpack.tuning_record import Facts
 
-# Raised when a parametrised kernel changes so that its old measurements say nothing about it any more.
-KERNELS_GENERATION = 1
+# By kind of target; raised when a parametrised kernel changes so that its old measurements say nothing about it any more.
+KERNELS_GENERATION = {"cpu": 1, "cuda": 1}
 _SM_COUNT, _L2_BYTES = 16, 38    # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, _L2_CACHE_SIZE (cuda.h)
 
 
@@ -37,7 +37,8 @@ def target_fingerprint(target: TargetSpec, gpu: int = 0, *, must_be_here: bool =
 
 def compiler_fingerprint(kind: str) -> Facts:
     """`kind` is that of the target, "cpu" or "cuda". Imports TVM."""
-    facts: dict[str, str | int] = {"apache-tvm": importlib.metadata.version("apache-tvm"), "kernels": KERNELS_GENERATION}
+    facts: dict[str, str | int] = {"apache-tvm": importlib.metadata.version("apache-tvm"),
+                                   "kernels": KERNELS_GENERATION[kind]}
     if kind == "cuda":
         return facts | {"cuda": _cuda_version()}
     import relaxpack.tvm_setup  # noqa: F401
@@ -55,7 +56,8 @@ def difference(here: Facts, there: Facts) -> str:
 def other_compiler(facts: Facts) -> str:
     """How a record's compiler visibly differs from the one here, or "". Cheap: it asks neither TVM nor nvcc, so what it
     does not see (LLVM, CUDA) is left to the comparison of whole fingerprints."""
-    own: dict[str, str | int] = {"apache-tvm": importlib.metadata.version("apache-tvm"), "kernels": KERNELS_GENERATION}
+    own: dict[str, str | int] = {"apache-tvm": importlib.metadata.version("apache-tvm"),
+                                 "kernels": KERNELS_GENERATION["cuda" if "cuda" in facts else "cpu"]}
     return difference(own, {name: fact for name, fact in facts.items() if name in own})
 
 

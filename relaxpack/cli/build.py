@@ -52,13 +52,15 @@ from relaxpack.weight_format import WEIGHTS
 @click.option("--pretokenizer", help="How a GGUF's tokenizer splits text, where the file does not say.")
 @click.option("--db", "databases", multiple=True, metavar="LOCATION",
               help="Use tuning records of this database: a file, a URL, or seed (comes with relaxpack). Repeatable.")
+@click.option("--gpu", metavar="NAME",
+              help="Whose tuning records, for a GPU that is not in this machine: its name or a part of it, e.g. H200.")
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write the IR after each phase here.")
 @click.option("--timing", is_flag=True, help="Print what each pass took and what it left of the module.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON on stdout.")
 def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None, force: bool, as_json: bool, timing: bool,
           disabled: tuple[str, ...], enabled: tuple[str, ...], ignored: tuple[str, ...], embeddings: str | None,
-          databases: tuple[str, ...], **options: Any) -> None:
+          databases: tuple[str, ...], gpu: str | None, **options: Any) -> None:
     """Build a bundle of MODEL: a Hugging Face folder, a .gguf file, or the name smollm2.
 
     \b
@@ -66,6 +68,7 @@ def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None,
     relaxpack build ./Llama-3.1-8B -o llama.bundle --target cpu --target cuda:sm_90a --max-batch 64
     relaxpack build ./Qwen3-Embedding-0.6B -o embedder.bundle --embeddings-only
     relaxpack build smollm2 -o smol.bundle --db seed --db postgresql://team@db.example/tuning
+    relaxpack build ./Llama-3.1-8B -o llama.bundle --target cuda:sm_90a --db seed --gpu "NVIDIA H200"
     """
     from relaxpack.cli.progress import StageBars
     from relaxpack.compile import BuildOptions, build_bundle
@@ -74,7 +77,7 @@ def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None,
                           embeddings=embeddings or "none", **options)
     with _interruptible() as check, StageBars(check) as bars:
         report = build_bundle(model, output, targets, chosen, force=force, dump=dump, progress=bars,
-                              databases=databases)
+                              databases=databases, gpu=gpu)
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     if timing:

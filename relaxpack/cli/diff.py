@@ -20,7 +20,7 @@ _MOST = 40   # fields shown; --json has all
 _LONG = 30   # options that are no title of a column any more
 _OUTPUT = "OUTPUT"   # build wants one
 _NOT_COMPARED = {"targets": "both sides are built for diff's own --target",
-                 "databases": "no tuning record is read; build both and compare the bundles",
+                 **dict.fromkeys(("databases", "gpu"), "no tuning record is read; build both and compare the bundles"),
                  **dict.fromkeys(("dump", "timing", "force", "as_json"), "nothing is built; leave it out")}
 
 

@@ -4,13 +4,14 @@ and for kernels without one, which records of the same work there are and why no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from relaxpack.dist.tuning.layers import Layers, open_source
 from relaxpack.dist.tuning.store import ANY, RecordSource
-from relaxpack.fingerprint import compiler_fingerprint, difference, target_fingerprint
+from relaxpack.fingerprint import compiler_fingerprint, described, difference, target_fingerprint
 from relaxpack.target import TargetSpec
 from relaxpack.tuning_record import Facts, TuningRecord, Workload, digest
 
@@ -30,6 +31,17 @@ class Rejected:
         return {"kernel": self.kernel, "record": self.record, "bucket": self.bucket, "reason": self.reason}
 
 
+@contextmanager
+def open_sources(locations: Sequence[str]) -> Iterator[Layers]:
+    """All of them as one, closed at the end. "seed" is the place of the records that come with relaxpack."""
+    with ExitStack() as stack:
+        sources: list[RecordSource] = []
+        for location in locations:
+            sources.append(open_source(SEED.as_posix() if location == "seed" else location))
+            stack.callback(sources[-1].close)
+        yield Layers(sources)
+
+
 class DatabaseLookup:
     """`relaxpack.schedules.tuning.tuned.Records` over databases. Close it, or use it as a context manager."""
 
@@ -40,15 +52,13 @@ class DatabaseLookup:
         self._told: set[tuple[str, str]] = set()
 
     @classmethod
-    def open(cls, locations: Sequence[str], target: TargetSpec) -> DatabaseLookup:
-        sources: list[RecordSource] = []
-        try:
-            sources += [open_source(SEED.as_posix() if location == "seed" else location) for location in locations]
-            return cls(Layers(sources), target_fingerprint(target, must_be_here=False), compiler_fingerprint(target.kind))
-        except BaseException:
-            for source in sources:
-                source.close()
-            raise
+    def open(cls, locations: Sequence[str], target: TargetSpec, facts: Facts | None = None) -> DatabaseLookup:
+        """`facts`: of the machine the build is for, in place of those that are found here."""
+        with ExitStack() as stack:
+            source = stack.enter_context(open_sources(locations))
+            found = cls(source, facts or target_fingerprint(target, must_be_here=False), compiler_fingerprint(target.kind))
+            stack.pop_all()
+        return found
 
     def __enter__(self) -> DatabaseLookup:
         return self
@@ -85,6 +95,10 @@ class DatabaseLookup:
                 self.reject(record, kernel, self._why_not(record, workload))
 
     def _why_not(self, record: TuningRecord, workload: Workload) -> str:
+        if self.target.get("kind") == record.target.get("kind") == "cuda" and self.target.get("name") is None:
+            if self.target.get("arch") == record.target.get("arch"):
+                return (f"of {described(record.target)}; no such GPU is here: "
+                        f"--gpu \"{record.target.get('name')}\" says it is meant")
         if different := difference(self.target, record.target):
             return f"another target: {different}"
         if different := difference(self.compiler, record.compiler):

@@ -43,7 +43,8 @@ class TunedKernels:
         used: list[TuningRecord] = []
         phase = "prefill" if getattr(spec, "phase", operation).startswith("prefill") else "decode"
         for part in family.parts(spec):
-            sizes = [size for size in bucket_sizes(self._limits[phase]) if part.covers(size)]
+            sizes = ([part.low] if part.low == part.high          # a function of exactly so many rows
+                     else [size for size in bucket_sizes(self._limits[phase]) if part.covers(size)])
             record = self._records.find(workload, sizes, name)
             if record is None:
                 continue
