@@ -137,10 +137,10 @@ class _Rewriter(FunctionRewriter):
                           {"operation": "attention", "window": spec.window, **facts})
 
     def _sample(self, call: Any, operands: list[Any]) -> Any:
-        logits, settings, counters, counts = operands
-        buffers = {"logits": logits, "settings": settings, "counters": counters, "counts": counts}
+        names = ("logits", "settings", "counters", "counts", "allowed")
+        buffers = dict(zip(names, operands, strict=False))      # `allowed` only where rows may be constrained
         token_ids, logprobs = call.ty.fields
-        kernel = self.provider.sample(SamplingSpec(int(logits.ty.shape[1])))
+        kernel = self.provider.sample(SamplingSpec(int(operands[0].ty.shape[1]), "allowed" in buffers))
         return self._call(kernel, buffers, {"token_ids": token_ids, "logprobs": logprobs}, {"operation": "sample"})
 
     # -- plumbing -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.kernel_spec import counts_width
 from relaxpack.placeholders import DECODE_ATTENTION, PREFILL_ATTENTION
 from relaxpack.relax_models import ops
 from relaxpack.relax_models.config import ModelConfig
@@ -36,8 +37,9 @@ def export_model(config: ModelConfig, limits: BuildLimits, dtype: str, kv_dtype:
     """The module of float weights: parameters after `num_input` are named as in the checkpoint and have `dtype`.
 
     `generate`: `prefill` and `decode`. With `device_sampling` `decode` also samples (its result is logits, token ids,
-    log-probabilities) and may take the tokens of the last step from the device, and `sample` does the same for the
-    logits of a prefill. `embed`: the function of that name, a prefill that ends at the last hidden states.
+    log-probabilities) and may take the tokens of the last step from the device, and `sample` does the same for given
+    logits: those of a prefill, or of a decode whose rows have masks of allowed tokens. `embed`: the function of that
+    name, a prefill that ends at the last hidden states.
     """
     assert generate or embed, "a module of no functions"
     builder = relax.BlockBuilder()
@@ -115,14 +117,16 @@ class _Exporter:
 
     def _sample(self) -> None:
         t = tvm.tirx.Var("t", "int64")
-        logits, sampling = _tensor("logits", "float32", t, self.config.vocab_size), self._sampling_inputs(t)
+        masks, words = tvm.tirx.Var("m", "int64"), -(-self.config.vocab_size // 32)
+        logits = _tensor("logits", "float32", t, self.config.vocab_size)
+        sampling = [*self._sampling_inputs(t), _tensor("allowed", "int32", masks, words)]
         self._function("sample", [logits, *sampling], {"t": self.limits.max_batch}, Decoder(self.config, self.dtype),
                        lambda graph: relax.Tuple([*graph.sample(logits, *sampling)]))
 
     def _sampling_inputs(self, t: object) -> list[relax.Var]:
         counts_rows = tvm.tirx.Var("c", "int64")
         return [_tensor("settings", "float32", t, 8), _tensor("counters", "int32", t, 8),
-                _tensor("counts", "int32", counts_rows, self.config.vocab_size)]
+                _tensor("counts", "int32", counts_rows, counts_width(self.config.vocab_size))]
 
     def _rope_table(self, graph: ops.Graph) -> ops.Expr:
         frequencies, factor = inv_freq(self.config.rope, self.limits.max_context)

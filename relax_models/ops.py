@@ -62,10 +62,11 @@ class Graph:
 
         return self.builder.emit_te(next_token_ids, token_ids, source, previous)
 
-    def sample(self, logits: Expr, settings: Expr, counters: Expr, counts: Expr) -> tuple[Expr, Expr]:
-        """logits f32[t, V] → token ids i32[t], log-probabilities f32[t]; `counts` is changed in place."""
+    def sample(self, logits: Expr, *settings: Expr) -> tuple[Expr, Expr]:
+        """logits f32[t, V] → token ids i32[t], log-probabilities f32[t]. `settings` are settings, counters, counts (which
+        are changed in place) and, where rows may be constrained, the masks of allowed tokens."""
         rows = logits.ty.shape[0]
-        both = self(relax.call_dps_packed(SAMPLE, [logits, settings, counters, counts], [
+        both = self(relax.call_dps_packed(SAMPLE, [logits, *settings], [
             relax.TensorType([rows], "int32"), relax.TensorType([rows], "float32")]))
         return self(relax.TupleGetItem(both, 0)), self(relax.TupleGetItem(both, 1))
 

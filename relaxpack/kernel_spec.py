@@ -19,7 +19,8 @@ Buffer names and types by operation (I = activation dtype of the spec, inputs fi
     decode_attention   q I[t, H*D], pages, page_table i32[t, max_pages], lengths i32[t] → y I[t, H*D]
     prefill_attention  q I[t, H*D], pages, page_table i32[b, max_pages], query_start i32[b+1], lengths i32[b]
                        → y I[t, H*D]
-    sample       logits f32[b, V], settings f32[b, 8], counters i32[b, 8], counts i32[c, V], [allowed i32[b, V/32]]
+    sample       logits f32[b, V], settings f32[b, 8], counters i32[b, 8], counts i32[c, V + 512],
+                 [allowed i32[m, V/32]]
                  → (in place) counts, token_ids i32[b], logprobs f32[b]; columns of settings and counters: SamplingSpec
 
 `pages` is kv_dtype[num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] (2 = keys, values; keys after RoPE),
@@ -124,23 +125,33 @@ class AttentionSpec:
 @dataclass(frozen=True)
 class SamplingSpec:
     """One token per row, on the device. Per row `settings` holds SAMPLING_SETTINGS and `counters` SAMPLING_COUNTERS, each
-    padded to 8 columns. temperature 0 is greedy (the lowest id of equal logits); top_k 0, top_p 1, min_p 0, repetition
-    1, presence 0 and frequency 0 are off. Order: penalties, temperature, top_k, top_p over what top_k kept, min_p
-    against the likeliest; equal logits at a border all stay.
+    padded to 8 columns. temperature 0 is greedy (the lowest id of equal logits); top_k 0, top_p 1, min_p 0, typical_p 1,
+    repetition 1, presence 0 and frequency 0 are off. Order: penalties, bias, mask, temperature, top_k, top_p over what
+    top_k kept, min_p against the likeliest, typical_p over what is left; equal logits at a border all stay.
 
-    `counts[counts_row]` says for each token how often the output has it (bits 0..29) and whether the prompt has it
-    (bit 30); the kernel adds the drawn token. counts_row -1: no penalties, nothing counted. `allowed` (only where
-    `constrained`) has one bit per token, read for rows whose `constrained` counter is 1.
+    `counts[counts_row]` has a word for each token: how often the output has it (the lowest COUNT_BITS bits), the number
+    of its edit (the next EDIT_BITS bits; 0: none), and IN_PROMPT. Behind these come 2^EDIT_BITS words: the token drawn
+    last, its position (-1: none yet), and from word FIRST_EDIT on the edits, float32 numbers that are added to the
+    logits (-inf: a ban). The kernel counts the drawn token; where it finds that a token was drawn for the same position
+    before (by a step whose result was dropped), it takes that one back. counts_row -1: none of this.
+    `allowed[mask_row]` (only where `constrained`; mask_row -1: everything) has one bit per token.
 
-    The draw depends on (seed_low, seed_high, position, logits of the row) alone. A row with NaN or +inf, or with no
-    allowed token, gives token -1 and logprob NaN. logprobs are those of the raw logits, before any setting."""
+    The draw depends on (seed_low, seed_high, position, logits of the row) alone. A row with NaN or +inf, or with nothing
+    but -inf, gives token -1, one in which no token is allowed -2, both with logprob NaN. logprobs are those of the raw
+    logits, before any setting."""
 
     vocab_size: int
     constrained: bool = False
 
 
-SAMPLING_SETTINGS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-SAMPLING_COUNTERS = ("top_k", "seed_low", "seed_high", "position", "counts_row", "constrained")
+SAMPLING_SETTINGS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "typical_p")
+SAMPLING_COUNTERS = ("top_k", "seed_low", "seed_high", "position", "counts_row", "mask_row")
+COUNT_BITS, EDIT_BITS, IN_PROMPT = 20, 9, 1 << 30
+FIRST_EDIT = 2
+
+
+def counts_width(vocab_size: int) -> int:
+    return vocab_size + (1 << EDIT_BITS)
 
 
 @dataclass(frozen=True)

@@ -1,38 +1,66 @@
-"""`CudaExecutor`: a step executor that samples on the device. Requests that need what the device kernel does not do
-(biases, bans, grammars, typical_p, top logprobs, penalties) take the host sampler, step by step.
+"""`CudaExecutor`: a step executor that samples on the device. Most steps are one captured graph that draws its own tokens.
+
+Where a grammar, several outputs of one prompt or log-probabilities of other tokens are asked for, the step leaves its
+logits on the device and `sample` draws from them, with the very kernel of the captured step: masks of allowed tokens are
+computed while the model runs. Who samples a sequence depends on its own settings alone, so that a seed gives the same
+text whatever else is in the step. The host draws only for sequences with more biases and bans than a device row holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from relaxpack.runtime.cuda_model_runner import CudaModelRunner, SampledTokens
+from relaxpack.runtime import sampler
+from relaxpack.runtime.cuda_model_runner import CudaModelRunner, FillSampling, SampledTokens
+from relaxpack.runtime.device_counts import DeviceCounts, fits
 from relaxpack.runtime.executor import HostExecutor
-from relaxpack.runtime.sampler import NOT_FINITE, SamplingState, TokenLogprobs
+from relaxpack.runtime.sampler import NOT_FINITE, NOTHING_ALLOWED, SamplingState, TokenLogprobs
 from relaxpack.runtime.step_inputs import Arrays
 from relaxpack.runtime.step_plan import StepHandle, StepPlan, StepResult, StepSampling
 
-
-def samples_on_device(state: SamplingState) -> bool:
-    p = state.params
-    return not state.edits_logits and p.typical_p == 1.0 and p.logprobs in (None, 0)
+_ERRORS = {-1: NOT_FINITE, -2: NOTHING_ALLOWED}
+_Masks = Mapping[int, np.ndarray | None]        # by index of the state
 
 
-def _on_device(sampling: StepSampling) -> bool:
-    one_each = list(sampling.rows) == list(range(len(sampling.rows)))
-    return bool(sampling.rows) and not sampling.prompt_scores and one_each \
-        and all(map(samples_on_device, sampling.states))
+def draws_in_step(state: SamplingState) -> bool:
+    """Whether a captured step can draw its token."""
+    if state.params.logprobs:
+        return False
+    return not state.edits_logits or (state.constraint is None and fits(state))
 
 
-def _filler(states: Sequence[SamplingState], ahead: int) -> Callable[[Arrays], None]:
-    """Writes the settings of each row; `ahead` counts output tokens that are drawn but not known yet."""
-    def fill(arrays: Arrays) -> None:
-        for i, state in enumerate(states):
+def runs_ahead(state: SamplingState) -> bool:
+    """Whether its next draw needs nothing of the last token but its count. (A bad word of several tokens does.)"""
+    return draws_in_step(state) and all(len(word) == 1 for word in state.params.bad_words)
+
+
+def _in_step(sampling: StepSampling) -> bool:
+    rows = sampling.rows
+    return bool(rows) and not sampling.prompt_scores and len(set(rows)) == len(rows) \
+        and all(map(draws_in_step, sampling.states))
+
+
+def _filler(rows: Sequence[int], states: Sequence[SamplingState], counts_rows: Sequence[int], ahead: int = 0,
+            masks: Sequence[np.ndarray | None] = ()) -> FillSampling:
+    """Writes the settings of each state to its row; `ahead` counts output tokens that are drawn but not known yet."""
+    def fill(arrays: Arrays) -> int:
+        for i, state, counts_row in zip(rows, states, counts_rows, strict=True):
             p = state.params
-            arrays["settings"][i, :3] = (p.temperature, p.top_p, p.min_p)
-            arrays["counters"][i, :4] = (p.top_k, *_halves(state.key), state.num_output + ahead)
+            arrays["settings"][i, :7] = (0.0 if p.greedy else p.temperature, p.top_p, p.min_p, p.repetition_penalty,
+                                         p.presence_penalty, p.frequency_penalty, p.typical_p)
+            arrays["counters"][i, :5] = (p.top_k, *_halves(state.key), state.num_output + ahead, counts_row)
+        used = 0
+        for i, mask in zip(rows, masks, strict=False):
+            if mask is not None:
+                arrays["counters"][i, 5] = used
+                packed = np.packbits(mask, bitorder="little")
+                words = arrays["allowed"][used].view(np.uint8)
+                words[:len(packed)] = packed
+                words[len(packed):] = 0
+                used += 1
+        return used
 
     return fill
 
@@ -47,36 +75,114 @@ class CudaExecutor:
     def __init__(self, runner: CudaModelRunner) -> None:
         self._runner = runner
         self._host = HostExecutor(runner)
+        self._counts = DeviceCounts(runner)
 
     def submit(self, plan: StepPlan, sampling: StepSampling) -> StepHandle:
-        if not _on_device(sampling) or any(s.hidden for s in plan.sequences):
-            return self._host.submit(plan, sampling)
-        tokens = self._runner.forward_and_sample(plan, _filler(sampling.states, 0))
-        return _Handle(tokens, sampling.states)
+        hidden = None
+        if any(s.hidden for s in plan.sequences):
+            hidden, plan = self._host.forward_hidden(plan)
+        elif _in_step(sampling):
+            return self._start(plan, sampling, 0)
+        result = self._step(plan, sampling) if plan.sequences else StepResult([])
+        result.hidden = hidden
+        return _Done(result)
 
     def submit_ahead(self, plan: StepPlan, sampling: StepSampling) -> StepHandle | None:
         """See `run_ahead.AheadExecutor`."""
-        if not _on_device(sampling):
+        if not _in_step(sampling) or not all(map(runs_ahead, sampling.states)):
             return None
-        source = np.arange(len(plan.sequences), dtype=np.int32)
-        tokens = self._runner.forward_and_sample(plan, _filler(sampling.states, 1), source)
-        return _Handle(tokens, sampling.states)
+        return self._start(plan, sampling, 1)
+
+    def _start(self, plan: StepPlan, sampling: StepSampling, ahead: int) -> StepHandle:
+        states = sampling.states
+        fill = _filler(sampling.rows, states, self._counts.rows(states, ahead), ahead)
+        source = np.arange(len(plan.sequences), dtype=np.int32) if ahead else None
+        return _Handle(self._runner.forward_and_sample(plan, fill, source), sampling)
+
+    def _step(self, plan: StepPlan, sampling: StepSampling) -> StepResult:
+        """A step whose logits are sampled apart from it."""
+        logits = self._runner.start(plan)
+        states, rows = sampling.states, sampling.rows
+        num_rows = sum(len(s.logit_offsets) for s in plan.sequences)
+        masks = {i: s.constraint.mask() for i, s in enumerate(states) if s.constraint is not None}
+        on_host = {i for i, s in enumerate(states) if not fits(s)}
+        token_ids, logprobs = np.full(len(states), -1), np.zeros(len(states))
+        for part in _rounds(rows, on_host):
+            ours = [states[i] for i in part]
+            fill = _filler([rows[i] for i in part], ours, self._counts.rows(ours), masks=[masks.get(i) for i in part])
+            drawn = self._runner.sample(logits, num_rows, fill).result()
+            for values, found in zip((token_ids, logprobs), drawn, strict=True):
+                values[part] = np.array(found)[[rows[i] for i in part]]
+        result = _result(token_ids.tolist(), logprobs.tolist(), states)
+        self._finish_on_host(logits, sampling, masks, on_host, result)
+        return result
+
+    def _finish_on_host(self, logits: object, sampling: StepSampling, masks: _Masks, on_host: set[int],
+                        result: StepResult) -> None:
+        """What needs logits on the host: prompt scores, likeliest tokens, and draws of those in `on_host`."""
+        states, rows, scores = sampling.states, sampling.rows, sampling.prompt_scores
+        tops = [i for i, s in enumerate(states) if s.params.logprobs and i not in on_host and i not in result.errors]
+        wanted = sorted({*(score.row for score in scores), *(rows[i] for i in tops), *(rows[i] for i in on_host)})
+        if not wanted:
+            return
+        place = {row: i for i, row in enumerate(wanted)}
+        values = self._runner.read_rows(logits, wanted)
+        result.prompt_logprobs = sampler.score(values, [place[s.row] for s in scores], [s.token_id for s in scores],
+                                               [s.top for s in scores])
+        found = sampler.score(values, [place[rows[i]] for i in tops], [result.token_ids[i] for i in tops],
+                              [states[i].params.logprobs or 0 for i in tops])
+        own = sorted(on_host)
+        drawn = sampler.sample(values, [place[rows[i]] for i in own], [states[i] for i in own],
+                               masks={k: masks.get(i) for k, i in enumerate(own)})
+        for k, i in enumerate(own):
+            result.token_ids[i] = drawn.token_ids[k]
+            if k in drawn.errors:
+                result.errors[i] = drawn.errors[k]
+            else:
+                result.errors.pop(i, None)
+        logprobs = result.logprobs or [None] * len(states)
+        for i, one in [*zip(tops, found, strict=True), *zip(own, drawn.logprobs or [None] * len(own), strict=True)]:
+            logprobs[i] = one
+        result.logprobs = logprobs
 
     def close(self) -> None:
         self._host.close()
 
 
+def _rounds(rows: Sequence[int], without: set[int]) -> Iterator[list[int]]:
+    """Indices of states in parts of which no two share a logit row (outputs of one prompt do)."""
+    left = [i for i in range(len(rows)) if i not in without]
+    while left:
+        taken: dict[int, int] = {}
+        for i in left:
+            taken.setdefault(rows[i], i)
+        yield list(taken.values())
+        left = [i for i in left if taken[rows[i]] != i]
+
+
+def _result(token_ids: list[int], logprobs: list[float], states: Sequence[SamplingState]) -> StepResult:
+    result = StepResult([max(token, -1) for token in token_ids])
+    result.errors = {i: _ERRORS[token] for i, token in enumerate(token_ids) if token < 0}
+    if any(s.params.logprobs is not None for s in states):
+        result.logprobs = [
+            TokenLogprobs(token, logprob, ()) if s.params.logprobs is not None else None
+            for s, token, logprob in zip(states, token_ids, logprobs, strict=True)]
+    return result
+
+
 class _Handle:
-    def __init__(self, tokens: SampledTokens, states: Sequence[SamplingState]) -> None:
-        self._tokens, self._states = tokens, states
+    def __init__(self, tokens: SampledTokens, sampling: StepSampling) -> None:
+        self._tokens, self._sampling = tokens, sampling
 
     def result(self) -> StepResult:
         token_ids, logprobs = self._tokens.result()
-        result = StepResult(token_ids)
-        result.errors = {i: NOT_FINITE for i, token in enumerate(token_ids) if token < 0}
-        if any(s.params.logprobs is not None for s in self._states):
-            result.logprobs = [
-                TokenLogprobs(token, logprob, ()) if s.params.logprobs is not None else None
-                for s, token, logprob in zip(self._states, token_ids, logprobs, strict=True)]
-        return result
+        rows = self._sampling.rows
+        return _result([token_ids[row] for row in rows], [logprobs[row] for row in rows], self._sampling.states)
 
+
+class _Done:
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result

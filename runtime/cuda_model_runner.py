@@ -20,6 +20,7 @@ import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.kernel_spec import counts_width
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime import cuda_memory, step_inputs
 from relaxpack.runtime.cuda_pages import PageTransfer
@@ -30,8 +31,10 @@ from relaxpack.runtime.step_inputs import Arrays, InputLayout
 from relaxpack.runtime.step_plan import SequenceStep, StepPlan
 from relaxpack.runtime.vm import Library
 
-FillSampling = Callable[[Arrays], None]  # writes rows of `settings` (float32 view) and `counters`
+FillSampling = Callable[[Arrays], int | None]   # writes rows of `settings` (float32 view), `counters` and, where there is
+#                                                 one, `allowed`; says how many rows of that
 _RING = 2                                # steps whose host memory may be in use at once
+_COUNT_WRITES = 8                        # rows of counts on their way to the device at once
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,20 @@ class CudaModelRunner:
         arena = int(memory.get("arena_bytes", 0))
         free_now, total = cuda_memory.free_and_total()
         self._free_before = free_now if free_before is None else free_before
-        free = max(0, free_now - 2 * arena)
+        counts_shape = (self.max_batch if self.generates else 1, counts_width(self.vocab_size))
+        count_bytes = 4 * counts_shape[0] * counts_shape[1]
+        free = max(0, free_now - 2 * arena - count_bytes)
         self.num_pages = choose_num_pages(info, free, num_pages, DEVICE_SHARE)
         layers, *rest = page_shape(info)
         self._pages = self._zeros((layers, self.num_pages, *rest), info.kv_dtype)
         self._previous = self._zeros((self.max_batch,), "int32")          # tokens of the last decode step
-        self._counts = self._zeros((1, self.vocab_size), "int32")         # no penalties on the device yet
+        self._counts = self._zeros(counts_shape, "int32")
+        self._count_writes = [(cuda_memory.PinnedArray((counts_shape[1],), np.int32), cuda_memory.Event())
+                              for _ in range(_COUNT_WRITES if self.generates else 0)]
+        self._count_write = 0
         widest = max(
             step_inputs.decode_layout(self.max_batch, info, True).size,
+            step_inputs.sampling_layout(self.max_batch, info).size,
             step_inputs.prefill_layout(self.prefill_chunk, self.max_batch, self.prefill_chunk, info).size)
         self._ring = [_Staging(widest, self.max_batch) for _ in range(_RING)]
         self._inputs = self._zeros((widest,), "int32")
@@ -114,7 +123,7 @@ class CudaModelRunner:
         self._step = 0
         pages = self.num_pages * page_bytes(info)
         # In the order of their taking: what is small shares granules with what was small before.
-        own = [4 * self.max_batch, 4 * self.vocab_size, 4 * widest, library_bytes]
+        own = [4 * self.max_batch, count_bytes, 4 * widest, library_bytes]
         self.plan = DevicePlan(
             granted(weight_sizes), granted([pages]), granted(memory.get("arena_storages", [arena] if arena else [])),
             granted(own), int(memory.get("eager_bytes", 0)), self.num_pages, (self.num_pages - 1) * info.page_size, total)
@@ -127,10 +136,18 @@ class CudaModelRunner:
 
     def forward(self, plan: StepPlan) -> np.ndarray:
         """float32 [total logit rows, vocab_size], rows in plan order. The array is the caller's."""
+        return self._to_host(self.start(plan), step_inputs.count_logit_rows(plan.sequences))
+
+    def start(self, plan: StepPlan) -> Any:
+        """Start a step; its logits on the device, float32 [total logit rows or more, vocab_size], good until the next."""
         self._copy_pages(plan.copies)
         if step_inputs.is_decode(plan.sequences):
-            return self._to_host(self.decode(plan.sequences)[0], len(plan.sequences))
-        return self._to_host(self.prefill(plan.sequences), step_inputs.count_logit_rows(plan.sequences))
+            return self.decode(plan.sequences)[0]
+        return self.prefill(plan.sequences)
+
+    def read_rows(self, logits: Any, rows: Sequence[int]) -> np.ndarray:
+        """Some rows of what `start` gave, on the host. Waits for them."""
+        return np.concatenate([self._to_host(logits, 1, row) for row in rows])
 
     def forward_hidden(self, plan: StepPlan) -> np.ndarray:
         """float32 [total rows, embedding_size] after the final norm, rows in plan order. The array is the caller's."""
@@ -148,7 +165,31 @@ class CudaModelRunner:
             _, token_ids, logprobs = self.decode(plan.sequences, fill_sampling, token_source)
             cuda_memory.copy_tensor(self._previous, token_ids, rows * 4)
         else:
-            token_ids, logprobs = self._sample(self.prefill(plan.sequences), rows, fill_sampling)
+            return self.sample(self.prefill(plan.sequences), rows, fill_sampling)
+        return self._download(token_ids, logprobs, rows)
+
+    def sample(self, logits: Any, rows: int, fill_sampling: FillSampling) -> SampledTokens:
+        """Draw a token for each of the first rows of what `start` gave."""
+        layout = step_inputs.sampling_layout(rows, self.info)
+        arrays = self._stage(layout)
+        masks = self._fill_sampling(arrays, fill_sampling)
+        views = self._upload(layout, layout.offsets[-1] + masks * layout.shapes[-1][1])
+        if logits.shape[0] != rows:
+            logits = view(logits, (rows, self.vocab_size), "float32", 0)
+        token_ids, logprobs = self._library.call("sample", [
+            logits, views["settings"], views["counters"], self._counts, views["allowed"]])
+        return self._download(token_ids, logprobs, rows)
+
+    def write_counts(self, row: int, words: np.ndarray, first: int = 0) -> None:
+        """Start writing a part of a row of counts (`kernel_spec.SamplingSpec`), int32, from word `first` on."""
+        pinned, written = self._count_writes[self._count_write % _COUNT_WRITES]
+        self._count_write += 1
+        written.wait()
+        pinned.array[:len(words)] = words
+        cuda_memory.upload(self._counts, pinned, len(words) * 4, (row * int(self._counts.shape[1]) + first) * 4)
+        written.record()
+
+    def _download(self, token_ids: Any, logprobs: Any, rows: int) -> SampledTokens:
         staging = self._ring[(self._step - 1) % _RING]
         cuda_memory.download(staging.token_ids, token_ids, rows * 4)
         cuda_memory.download(staging.logprobs, logprobs, rows * 4)
@@ -218,12 +259,6 @@ class CudaModelRunner:
         views = self._upload(layout)
         return self._library.call(name, [*(views[n] for n in layout.names), self._pages])
 
-    def _sample(self, logits: Any, rows: int, fill_sampling: FillSampling) -> Any:
-        layout = step_inputs.sampling_layout(rows)
-        self._fill_sampling(self._stage(layout), fill_sampling)
-        views = self._upload(layout)
-        return self._library.call("sample", [logits, views["settings"], views["counters"], self._counts])
-
     def _bucket(self, function: str, size: int) -> tuple[int, str]:
         """(rows to run, function to call) for a number of rows."""
         sizes = self.buckets.get(function, ())
@@ -235,13 +270,12 @@ class CudaModelRunner:
         return sizes[at], f"{function}_{sizes[at]}"
 
     @staticmethod
-    def _fill_sampling(arrays: Arrays, fill: FillSampling | None) -> None:
-        """Rows that nobody fills are greedy."""
+    def _fill_sampling(arrays: Arrays, fill: FillSampling | None) -> int:
+        """Rows that nobody fills are greedy. Number of masks."""
         arrays["settings"] = arrays["settings"].view(np.float32)
-        arrays["settings"][:] = (0, 1, 0, 1, 0, 0, 0, 0)
-        arrays["counters"][:] = (0, 0, 0, 0, -1, 0, 0, 0)
-        if fill is not None:
-            fill(arrays)
+        arrays["settings"][:] = (0, 1, 0, 1, 0, 0, 1, 0)
+        arrays["counters"][:] = (0, 0, 0, 0, -1, -1, 0, 0)
+        return (fill(arrays) if fill is not None else 0) or 0
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -256,9 +290,10 @@ class CudaModelRunner:
         staging.uploaded.wait()
         return layout.views(staging.inputs.array)
 
-    def _upload(self, layout: InputLayout) -> dict[str, Any]:
+    def _upload(self, layout: InputLayout, size: int | None = None) -> dict[str, Any]:
+        """`size`: elements to upload, all by default."""
         staging = self._ring[self._step % _RING]
-        cuda_memory.upload(self._inputs, staging.inputs, layout.size * 4)
+        cuda_memory.upload(self._inputs, staging.inputs, (layout.size if size is None else size) * 4)
         staging.uploaded.record()
         self._step += 1
         return self._device_views(layout)
@@ -273,15 +308,15 @@ class CudaModelRunner:
             self._views[layout] = views
         return views
 
-    def _to_host(self, tensor: Any, rows: int) -> np.ndarray:
-        """The first rows of a float32 tensor."""
+    def _to_host(self, tensor: Any, rows: int, start: int = 0) -> np.ndarray:
+        """Some consecutive rows of a float32 tensor."""
         width = int(tensor.shape[1])
         result = np.empty((rows, width), np.float32)
         buffer = self._host_rows.array.reshape(-1)
         at_once = len(buffer) // width
         for first in range(0, rows, at_once):
             count = min(at_once, rows - first)
-            cuda_memory.download(self._host_rows, tensor, count * width * 4, first * width * 4)
+            cuda_memory.download(self._host_rows, tensor, count * width * 4, (start + first) * width * 4)
             cuda_memory.synchronize()
             result[first:first + count] = buffer[:count * width].reshape(count, width)
         return result

@@ -42,7 +42,7 @@ class HostExecutor:
         masks = self._start_masks(sampling)
         hidden = None
         if any(s.hidden for s in plan.sequences):
-            hidden, plan = self._forward_hidden(plan)
+            hidden, plan = self.forward_hidden(plan)
         expected = sum(len(s.logit_offsets) for s in plan.sequences)
         logits = self._forward(plan) if plan.sequences else np.empty((0, self._runner.vocab_size), np.float32)
         assert logits.shape == (expected, self._runner.vocab_size), (logits.shape, expected)
@@ -50,7 +50,7 @@ class HostExecutor:
         result.hidden = hidden
         return _Done(result)
 
-    def _forward_hidden(self, plan: StepPlan) -> tuple[np.ndarray, StepPlan]:
+    def forward_hidden(self, plan: StepPlan) -> tuple[np.ndarray, StepPlan]:
         """Hidden states of the sequences that want them, and the rest of the plan."""
         wanted = tuple(s for s in plan.sequences if s.hidden)
         runner = cast(EmbeddingRunner, self._runner)

@@ -20,6 +20,7 @@ from relaxpack.runtime.token_filters import FilterBatch, draw_filtered, top_cand
 
 NOT_FINITE = ("the model returned logits that are not finite; its activations overflowed or its weights are damaged "
               "(run `relaxpack verify` on the bundle)")
+NOTHING_ALLOWED = "no token is allowed here: the grammar, bans and biases exclude all of them"
 _CACHED_LOGITS = 1 << 19    # logits edited at once: 2 MiB, so that the passes over them stay in cache
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -78,8 +79,8 @@ def uniforms(keys: np.ndarray, counters: np.ndarray) -> np.ndarray:
 class SamplingState:
     """One sequence's settings and what they depend on. `token_ids` is the sequence's own, growing list."""
 
-    __slots__ = ("_counted", "_counts", "_ids", "_places", "constraint", "end_ids", "key", "num_prompt", "params",
-                 "plain_greedy", "token_ids")
+    __slots__ = ("_counted", "_counts", "_ids", "_places", "constraint", "edits_logits", "end_ids", "has_penalties", "key",
+                 "num_prompt", "params", "plain_greedy", "token_ids")
 
     def __init__(
         self, params: SamplingParams, key: int, token_ids: list[int], num_prompt: int,
@@ -91,21 +92,15 @@ class SamplingState:
         self.num_prompt = num_prompt
         self.end_ids = sorted(end_ids)          # banned before min_tokens
         self.constraint = constraint
+        self.has_penalties = bool(
+            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+        self.edits_logits = bool(self.has_penalties or params.logit_bias or params.bad_words or params.min_tokens
+                                 or constraint is not None)
         self.plain_greedy = params.greedy and not self.edits_logits and params.logprobs is None
         self._places: dict[int, int] = {}       # token id -> index in the arrays below
         self._ids = np.empty(64, np.int64)      # every token of the sequence, once
         self._counts = np.zeros(64, np.float32)  # times it is in the output
         self._counted = 0
-
-    @property
-    def has_penalties(self) -> bool:
-        p = self.params
-        return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-
-    @property
-    def edits_logits(self) -> bool:
-        p = self.params
-        return bool(self.has_penalties or p.logit_bias or p.bad_words or p.min_tokens or self.constraint is not None)
 
     @property
     def num_output(self) -> int:
@@ -124,9 +119,10 @@ class SamplingState:
         used = len(self._places)
         return self._ids[:used], self._counts[:used]
 
-    def banned(self) -> list[int]:
-        """Token ids that may not come next: ends before min_tokens, last tokens of bad words."""
-        banned = list(self.end_ids) if self.num_output < self.params.min_tokens else []
+    def banned(self, ahead: int = 0) -> list[int]:
+        """Token ids that may not come next: ends before min_tokens, last tokens of bad words. `ahead`: output tokens that
+        are drawn but not known yet; a bad word of several tokens needs all of them."""
+        banned = list(self.end_ids) if self.num_output + ahead < self.params.min_tokens else []
         for word in self.params.bad_words:
             before = len(word) - 1
             if before == 0 or (before <= self.num_output and tuple(self.token_ids[-before:]) == word[:-1]):
@@ -160,7 +156,7 @@ def sample(
         chosen, empty = _choose(picked[part], [states[i] for i in part], [(masks or {}).get(i) for i in part])
         token_ids[part] = chosen
         for i in np.flatnonzero(empty).tolist():
-            result.errors[part[i]] = "no token is allowed here: the grammar, bans and biases exclude all of them"
+            result.errors[part[i]] = NOTHING_ALLOWED
     for i in np.flatnonzero(failed).tolist():
         result.errors[i] = NOT_FINITE
     result.token_ids = token_ids.tolist()

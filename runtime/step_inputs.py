@@ -48,8 +48,9 @@ def decode_layout(batch: int, info: ModelInfo, device_sampling: bool = False) ->
     return _layout([*rows, ("page_table", (batch, info.max_pages_per_sequence)), *sampling])
 
 
-def sampling_layout(rows: int) -> InputLayout:
-    return _layout(_sampling(rows))
+def sampling_layout(rows: int, info: ModelInfo) -> InputLayout:
+    """`allowed` stands last, so that an upload may end behind the masks that are used."""
+    return _layout([*_sampling(rows), ("allowed", (rows, -(-info.vocab_size // 32)))])
 
 
 def _sampling(rows: int) -> list[tuple[str, tuple[int, ...]]]:

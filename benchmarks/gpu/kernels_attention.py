@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from relaxpack.kernel_spec import SAMPLING_SETTINGS
 from tests.helpers import attention_device as dev
 from tests.helpers import sampling_case
 
@@ -133,7 +134,8 @@ def rope_buffers(spec: dict[str, Any], t: int, seed: int = 0, layers: int = 2) -
     return buffers
 
 
-OFF = dict(temperature=1.0, top_p=1.0, min_p=0.0, repetition=1.0, presence=0.0, frequency=0.0, top_k=0, counts_row=-1)
+OFF = dict(temperature=1.0, top_p=1.0, min_p=0.0, repetition=1.0, presence=0.0, frequency=0.0, typical_p=1.0, top_k=0,
+           counts_row=-1)
 
 
 def sampling_buffers(vocab: int, rows: list[dict[str, Any]], logits: torch.Tensor, constrained: bool,
@@ -143,16 +145,17 @@ def sampling_buffers(vocab: int, rows: list[dict[str, Any]], logits: torch.Tenso
     settings, counters = np.zeros((b, 8), np.float32), np.zeros((b, 8), np.int32)
     for i, row in enumerate(rows):
         full = {**OFF, **row}
-        settings[i, :6] = [full[k] for k in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")]
-        counters[i, :5] = [full["top_k"], *rng.integers(0, 2**31, 3), full["counts_row"]]
-    counts = np.where(rng.random((4, vocab)) < 0.1, rng.integers(1, 4, (4, vocab)), 0).astype(np.int32)
-    counts |= np.where(rng.random((4, vocab)) < 0.1, sampling_case.IN_PROMPT, 0).astype(np.int32)
+        settings[i, :7] = [full[k] for k in SAMPLING_SETTINGS]
+        counters[i, :6] = [full["top_k"], *rng.integers(0, 2**31, 3), full["counts_row"], -1]
+    counts = sampling_case.random_counts(rng, 4, vocab)
+    counts[3, vocab:vocab + 2] = 7, counters[[row.get("counts_row") == 3 for row in rows], 3].sum()     # row 3 is stale
+    counts[3, 7] += 1
     buffers = {"logits": logits, "settings": torch.tensor(settings, device=dev.DEVICE),
                "counts": torch.tensor(counts, device=dev.DEVICE), "token_ids": dev.poisoned([b], "int32"),
                "logprobs": dev.poisoned([b], "float32")}
     if constrained:
-        counters[:, 5] = np.arange(b) % 2
-        bits = rng.integers(-2**31, 2**31, (b, -(-vocab // 32))).astype(np.int32)
+        counters[1::2, 5] = rng.permutation(b // 2)
+        bits = rng.integers(-2**31, 2**31, (b // 2, -(-vocab // 32))).astype(np.int32)
         buffers["allowed"] = torch.tensor(bits, device=dev.DEVICE)
     buffers["counters"] = torch.tensor(counters, device=dev.DEVICE)
     return buffers
@@ -164,6 +167,8 @@ def check_sampling(lib: dev.Library) -> None:
             dict(top_p=0.95, top_k=50, repetition=1.3, presence=0.5, frequency=0.2, counts_row=2), dict(top_k=1),
             dict(temperature=0.1, top_p=0.99, top_k=30, counts_row=0), dict(top_p=0.95, temperature=3.0), dict(top_k=6000),
             dict(), dict(temperature=0), dict(top_p=1e-6), dict(temperature=0.01, top_k=5)]
+    rows[:0] = [dict(typical_p=0.9), dict(typical_p=0.5, top_p=0.95, min_p=0.001), dict(typical_p=0.3, temperature=3.0),
+                dict(typical_p=0.8, top_k=3000, presence=0.5, repetition=1.2, counts_row=3)]
     for name in lib.names("sample."):
         vocab, constrained = lib.spec(name)["vocab_size"], lib.spec(name)["constrained"]
         mistakes, total = 0, 0
@@ -177,14 +182,14 @@ def check_sampling(lib: dev.Library) -> None:
             launch = lib.prepare(name, buffers)
             launch()
             tokens, logprobs = buffers["token_ids"].cpu().numpy(), buffers["logprobs"].cpu().numpy()
-            change = buffers["counts"].cpu().numpy() - before
+            after = buffers["counts"].cpu().numpy()
             settings, counters = buffers["settings"].cpu().numpy(), buffers["counters"].cpu().numpy()
             host = logits.cpu().numpy()
-            expected_change = np.zeros_like(before)
+            expected = before.copy()
             for i in range(len(rows)):
                 allowed = None
-                if counters[i, 5]:
-                    bits = buffers["allowed"][i].cpu().numpy().view(np.uint32)
+                if counters[i, 5] >= 0:
+                    bits = buffers["allowed"][counters[i, 5]].cpu().numpy().view(np.uint32)
                     allowed = (bits[np.arange(vocab) // 32] >> (np.arange(vocab) % 32) & 1) > 0
                 counted = counters[i, 4]
                 token, logprob, scores = sampling_case.expect(
@@ -194,9 +199,9 @@ def check_sampling(lib: dev.Library) -> None:
                     same = abs(logprobs[i] - (logprob if tokens[i] == token else logprobs[i])) < 1e-3
                 require(bool(same), f"{name} scale {scale} row {i} {rows[i]}: {tokens[i]} for {token}")
                 mistakes, total = mistakes + (tokens[i] != token), total + 1
-                if counted >= 0 and tokens[i] >= 0:
-                    expected_change[counted, tokens[i]] += 1
-            require(bool((change == expected_change).all()), f"{name} scale {scale}: counts changed wrongly")
+                if counted >= 0:
+                    sampling_case.count(expected[counted], int(tokens[i]), int(counters[i, 3]))
+            require(bool((after == expected).all()), f"{name} scale {scale}: counts changed wrongly")
             first = tokens
             for _ in range(20):
                 buffers["counts"].copy_(torch.tensor(before))
@@ -335,12 +340,13 @@ def time_rope(lib: dev.Library, ceiling: float) -> None:
 
 def time_sampling(lib: dev.Library) -> None:
     modes = {"greedy": dict(temperature=0), "temperature": {}, "top_k 40": dict(top_k=40), "top_p 0.9": dict(top_p=0.9),
-             "k, p, penalties": dict(top_k=40, top_p=0.9, repetition=1.1, presence=0.1, counts_row=0)}
+             "k, p, penalties": dict(top_k=40, top_p=0.9, repetition=1.1, presence=0.1, counts_row=0),
+             "typical_p 0.9": dict(typical_p=0.9)}
     for b in (1, 32, 128):
         for shape, scale in (("peaked", 3.0), ("flat", 1.0)):
             logits = torch.randn((b, 128256), device=dev.DEVICE) * scale
             for mode, setting in modes.items():
-                if shape == "flat" and "top_p" not in setting:
+                if shape == "flat" and not setting.keys() & {"top_p", "typical_p"}:
                     continue
                 launch = lib.prepare("sample.128256", sampling_buffers(128256, [setting] * b, logits, False))
                 record("sample", "sample.128256", f"{b} rows {shape} {mode}", us=dev.graph_time([launch] * 8) * 1e6)

@@ -11,6 +11,9 @@ import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.kernel_spec import (
+    COUNT_BITS,
+    EDIT_BITS,
+    IN_PROMPT,
     AttentionSpec,
     EmbeddingSpec,
     Kernel,
@@ -19,6 +22,7 @@ from relaxpack.kernel_spec import (
     SamplingSpec,
     Stage,
     WeightLayout,
+    counts_width,
 )
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
 from tvm.script import tirx as T
@@ -263,9 +267,97 @@ def _attention(s: AttentionSpec, prefill: bool) -> Any:
 
 
 @functools.cache
-def _sample(vocab: int) -> Any:
+def _sample(vocab: int, constrained: bool) -> Any:
     """With a temperature, an arbitrary number made of seed, position and token is added: a draw that depends on these
     and the row alone."""
+    width, words, counted = counts_width(vocab), -(-vocab // 32), (1 << COUNT_BITS) - 1
+
+    @T.inline
+    def draw(logits, settings, counters, counts, allowed, ids, logprobs, t):
+        for i in range(t):
+            best = T.alloc_buffer((1,), "float32")
+            peak = T.alloc_buffer((1,), "float32")
+            total = T.alloc_buffer((1,), "float32")
+            finite = T.alloc_buffer((1,), "int32")
+            stale = T.alloc_buffer((1,), "int32")
+            ids[i] = -2
+            finite[0] = 1
+            best[0] = T.float32("-inf")
+            peak[0] = T.float32("-inf")
+            total[0] = T.float32(0)
+            stale[0] = -1
+            if counters[i, 4] >= 0:
+                if counts[counters[i, 4], vocab + 1] == counters[i, 3]:
+                    stale[0] = counts[counters[i, 4], vocab]
+            for j in range(vocab):
+                word = T.alloc_buffer((1,), "uint32")
+                seen = T.alloc_buffer((1,), "int32")
+                score = T.alloc_buffer((1,), "float32")
+                score[0] = logits[i, j]
+                peak[0] = T.max(peak[0], score[0])
+                if counters[i, 4] >= 0:
+                    seen[0] = counts[counters[i, 4], j]
+                    if j == stale[0]:
+                        seen[0] = seen[0] - 1
+                    if (seen[0] & (IN_PROMPT | counted)) != 0:
+                        if score[0] > T.float32(0):
+                            score[0] = score[0] / settings[i, 3]
+                        else:
+                            score[0] = score[0] * settings[i, 3]
+                    if (seen[0] & counted) > 0:
+                        score[0] = score[0] - (settings[i, 5] * T.Cast("float32", seen[0] & counted) + settings[i, 4])
+                    if (seen[0] >> COUNT_BITS & ((1 << EDIT_BITS) - 1)) > 0:
+                        score[0] = score[0] + T.reinterpret("float32", counts[
+                            counters[i, 4], vocab + (seen[0] >> COUNT_BITS & ((1 << EDIT_BITS) - 1))])
+                if constrained:
+                    if counters[i, 5] >= 0:
+                        if (allowed[counters[i, 5], j // 32] >> (j % 32)) & 1 == 0:
+                            score[0] = T.float32("-inf")
+                word[0] = (T.Cast("uint32", counters[i, 1]) * T.uint32(747796405)
+                           + T.Cast("uint32", counters[i, 3]) * T.uint32(2891336453)
+                           + T.Cast("uint32", j + 1) * T.uint32(277803737))
+                word[0] = (word[0] ^ (word[0] >> T.uint32(15))) * T.uint32(2654435769)
+                score[0] = score[0] + settings[i, 0] * T.float32(4e-9) * T.Cast("float32", word[0] >> T.uint32(4))
+                if score[0] > best[0]:
+                    best[0] = score[0]
+                    ids[i] = j
+                # NaN or +inf, by its bits: TVM rewrites the negation of a comparison, which NaN would pass.
+                bits = T.alloc_buffer((1,), "int32")
+                bits[0] = T.reinterpret("int32", logits[i, j])
+                if (bits[0] & 0x7FFFFFFF) > 0x7F800000 or bits[0] == 0x7F800000:
+                    finite[0] = 0
+            for j in range(vocab):
+                total[0] = total[0] + T.exp(logits[i, j] - peak[0])
+            logprobs[i] = T.float32(0)
+            if finite[0] == 0:
+                ids[i] = -1
+            elif ids[i] >= 0:
+                logprobs[i] = logits[i, ids[i]] - peak[0] - T.log(total[0])
+                if counters[i, 4] >= 0:
+                    if stale[0] >= 0:
+                        counts[counters[i, 4], stale[0]] = counts[counters[i, 4], stale[0]] - 1
+                    counts[counters[i, 4], ids[i]] = counts[counters[i, 4], ids[i]] + 1
+                    counts[counters[i, 4], vocab] = ids[i]
+                    counts[counters[i, 4], vocab + 1] = counters[i, 3]
+
+    if constrained:
+        @T.prim_func(private=True, s_tir=True)
+        def g(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle, allowed_h: T.handle,
+              ids_h: T.handle, logprobs_h: T.handle):
+            T.func_attr(ATTRS)
+            t = T.int64()
+            c = T.int64()
+            m = T.int64()
+            logits = T.match_buffer(logits_h, (t, T.int64(vocab)), "float32")
+            settings = T.match_buffer(settings_h, (t, T.int64(8)), "float32")
+            counters = T.match_buffer(counters_h, (t, T.int64(8)), "int32")
+            counts = T.match_buffer(counts_h, (c, T.int64(width)), "int32")
+            allowed = T.match_buffer(allowed_h, (m, T.int64(words)), "int32")
+            ids = T.match_buffer(ids_h, (t,), "int32")
+            logprobs = T.match_buffer(logprobs_h, (t,), "float32")
+            draw(logits, settings, counters, counts, allowed, ids, logprobs, t)
+        return g
+
     @T.prim_func(private=True, s_tir=True)
     def f(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle, ids_h: T.handle,
           logprobs_h: T.handle):
@@ -275,37 +367,10 @@ def _sample(vocab: int) -> Any:
         logits = T.match_buffer(logits_h, (t, T.int64(vocab)), "float32")
         settings = T.match_buffer(settings_h, (t, T.int64(8)), "float32")
         counters = T.match_buffer(counters_h, (t, T.int64(8)), "int32")
-        counts = T.match_buffer(counts_h, (c, T.int64(vocab)), "int32")
+        counts = T.match_buffer(counts_h, (c, T.int64(width)), "int32")
         ids = T.match_buffer(ids_h, (t,), "int32")
         logprobs = T.match_buffer(logprobs_h, (t,), "float32")
-        for i in range(t):
-            best = T.alloc_buffer((1,), "float32")
-            finite = T.alloc_buffer((1,), "int32")
-            ids[i] = 0
-            finite[0] = 1
-            for j in range(vocab):
-                word = T.alloc_buffer((1,), "uint32")
-                word[0] = (T.Cast("uint32", counters[i, 1]) * T.uint32(747796405)
-                           + T.Cast("uint32", counters[i, 3]) * T.uint32(2891336453)
-                           + T.Cast("uint32", j + 1) * T.uint32(277803737))
-                word[0] = (word[0] ^ (word[0] >> T.uint32(15))) * T.uint32(2654435769)
-                score = T.alloc_buffer((1,), "float32")
-                score[0] = logits[i, j] + settings[i, 0] * T.float32(4e-9) * T.Cast("float32", word[0] >> T.uint32(4))
-                if j == 0:
-                    best[0] = score[0]
-                elif score[0] > best[0]:
-                    best[0] = score[0]
-                    ids[i] = j
-                # NaN or +inf, by its bits: TVM rewrites the negation of a comparison, which NaN would pass.
-                bits = T.alloc_buffer((1,), "int32")
-                bits[0] = T.reinterpret("int32", logits[i, j])
-                if (bits[0] & 0x7FFFFFFF) > 0x7F800000 or bits[0] == 0x7F800000:
-                    finite[0] = 0
-            logprobs[i] = T.float32(0)
-            if finite[0] == 0:
-                ids[i] = -1
-            elif counters[i, 4] >= 0:
-                counts[counters[i, 4], ids[i]] = counts[counters[i, 4], ids[i]] + 1
+        draw(logits, settings, counters, counts, None, ids, logprobs, t)
     return f
 
 
@@ -352,6 +417,7 @@ class PlainKernels:
                        ("q", "pages", "page_table", "query_start", "lengths", "layer"), ("y",))
 
     def sample(self, spec: SamplingSpec) -> Kernel:
-        """No filters and no penalties; log-probabilities are 0. A row that is not finite gives -1."""
-        return _kernel(_sample(spec.vocab_size), "sample", ("logits", "settings", "counters", "counts"),
-                       ("token_ids", "logprobs"), ("counts",))
+        """No filters. The noise of a draw is another one than a GPU's."""
+        masked = ("allowed",) if spec.constrained else ()
+        return _kernel(_sample(spec.vocab_size, spec.constrained), "sample_constrained" if masked else "sample",
+                       ("logits", "settings", "counters", "counts", *masked), ("token_ids", "logprobs"), ("counts",))

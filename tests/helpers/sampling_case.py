@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-IN_PROMPT = 1 << 30
+from relaxpack.kernel_spec import COUNT_BITS, EDIT_BITS, FIRST_EDIT, IN_PROMPT, counts_width
+
 DISTANCE_LIMIT = 31.999
 
 
@@ -28,24 +29,54 @@ def gumbel_noise(vocab: int, position: int, seed_low: int, seed_high: int) -> np
     return -np.log(-np.log1p(-v))
 
 
-def adjusted(logits: np.ndarray, settings: np.ndarray, counts: np.ndarray | None,
+def random_counts(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
+    """int32 [rows, counts_width]: outputs, prompts, and edits of 300 tokens, bans among them; nothing is stale."""
+    counts = np.zeros((rows, counts_width(vocab)), np.int32)
+    counts[:, :vocab] = np.where(rng.random((rows, vocab)) < 0.1, rng.integers(1, 4, (rows, vocab)), 0)
+    counts[:, :vocab] |= np.where(rng.random((rows, vocab)) < 0.1, IN_PROMPT, 0).astype(np.int32)
+    counts[:, vocab:vocab + FIRST_EDIT] = -1
+    for row in counts:
+        edited = rng.choice(vocab, 300, replace=False)
+        row[edited] |= (FIRST_EDIT + np.arange(300, dtype=np.int32)) << COUNT_BITS
+        values = np.where(rng.random(300) < 0.3, -np.inf, rng.normal(0, 5, 300)).astype(np.float32)
+        row[vocab + FIRST_EDIT:][:300] = values.view(np.int32)
+    return counts
+
+
+def count(words: np.ndarray, token: int, position: int) -> None:
+    """What drawing a token does to its row of counts."""
+    vocab = len(words) - counts_width(0)
+    if token >= 0:
+        if words[vocab + 1] == position:
+            words[words[vocab]] -= 1
+        words[token] += 1
+        words[vocab:vocab + FIRST_EDIT] = token, position
+
+
+def adjusted(logits: np.ndarray, settings: np.ndarray, position: int, counts: np.ndarray | None,
              allowed: np.ndarray | None = None) -> np.ndarray:
-    """Penalised, constrained and scaled logits of one row, float64."""
-    z = logits.astype(np.float64)
+    """Penalised, biased, masked and scaled logits of one row, float64."""
+    z, vocab = logits.astype(np.float64), len(logits)
     if counts is not None:
-        seen, output = counts != 0, counts & (IN_PROMPT - 1)
+        words, extra = counts[:vocab].copy(), counts[vocab:]
+        if extra[1] == position:
+            words[extra[0]] -= 1        # counted by a step that was dropped
+        output = words & ((1 << COUNT_BITS) - 1)
+        seen = (output > 0) | (words & IN_PROMPT > 0)
         rep = float(settings[3])
         z = np.where(seen, np.where(z > 0, z / rep, z * rep), z)
         z = z - np.where(output > 0, settings[4] + settings[5] * output.astype(np.float64), 0.0)
+        edit = words >> COUNT_BITS & ((1 << EDIT_BITS) - 1)
+        z = z + np.where(edit > 0, extra.view(np.float32)[edit].astype(np.float64), 0.0)
     if allowed is not None:
         z = np.where(allowed, z, -np.inf)
     return z / settings[0] if settings[0] > 0 else z
 
 
-def kept(z: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+def kept(z: np.ndarray, top_k: int, top_p: float, min_p: float, typical_p: float = 1.0) -> np.ndarray:
     """bool [V]: the tokens the filters leave."""
     distance = z.max() - z
-    keep = distance < DISTANCE_LIMIT if top_k > 0 or top_p < 1 or min_p > 0 else np.isfinite(z)
+    keep = distance < DISTANCE_LIMIT if top_k > 0 or top_p < 1 or min_p > 0 or typical_p < 1 else np.isfinite(z)
     if 0 < top_k < keep.sum():
         keep &= distance <= np.partition(distance, top_k - 1)[top_k - 1]
     if top_p < 1:
@@ -56,24 +87,32 @@ def kept(z: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
         keep &= distance <= last
     if min_p > 0:
         keep &= distance <= -np.log(np.float64(np.float32(min_p)))
+    if typical_p < 1:
+        p = np.where(keep, np.exp(-distance), 0.0) / np.exp(-distance[keep]).sum()
+        surprise = -np.log(np.where(keep, p, 1.0))
+        from_entropy = np.where(keep, np.abs(surprise - (p * surprise).sum()), np.inf)
+        order = np.argsort(from_entropy, kind="stable")
+        before = np.cumsum(p[order]) - p[order]
+        keep &= from_entropy <= from_entropy[order][np.flatnonzero(before < np.float64(np.float32(typical_p)))[-1]]
     return keep
 
 
 def expect(logits: np.ndarray, settings: np.ndarray, counters: np.ndarray, counts: np.ndarray | None,
            allowed: np.ndarray | None = None) -> tuple[int, float, np.ndarray]:
-    """Token, logprob and the scores it was the largest of (−inf where dropped), for one row."""
-    if np.isnan(logits).any() or np.isposinf(logits).any():
+    """Token (-1: not finite, -2: nothing is allowed), logprob and the scores it was the largest of (−inf where dropped),
+    for one row."""
+    if np.isnan(logits).any() or np.isposinf(logits).any() or np.isneginf(logits).all():
         return -1, float("nan"), np.empty(0)
-    z = adjusted(logits, settings, counts, allowed)
-    if not np.isfinite(z).any():
-        return -1, float("nan"), np.empty(0)
+    z = adjusted(logits, settings, int(counters[3]), counts, allowed)
+    if np.isneginf(z).all():
+        return -2, float("nan"), np.empty(0)
     raw = logits.astype(np.float64)
     peak = raw.max()
     logprob = raw - peak - np.log(np.exp(raw - peak).sum())
     if settings[0] <= 0:
         scores = z
     else:
-        keep = kept(z, int(counters[0]), float(settings[1]), float(settings[2]))
+        keep = kept(z, int(counters[0]), float(settings[1]), float(settings[2]), float(settings[6]))
         noise = gumbel_noise(len(z), int(counters[3]), int(counters[1]), int(counters[2]))
         scores = np.where(keep, z - z.max() + noise, -np.inf)
     token = int(scores.argmax())

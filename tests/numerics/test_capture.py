@@ -12,6 +12,7 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.kernel_spec import counts_width
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.runtime import step_inputs
 from relaxpack.runtime.kernel_times import TimedAlone
@@ -32,7 +33,7 @@ class Runner:
         self.library = Library(path, tvm.cpu(), parameters, graphs)
         self.pages = tvm.runtime.tensor(np.zeros((2, 20, 2, 2, 4, 8), np.float32))
         self.previous = tvm.runtime.tensor(np.zeros(4, np.int32))
-        self.counts = tvm.runtime.tensor(np.zeros((1, 61), np.int32))
+        self.counts = tvm.runtime.tensor(np.zeros((1, counts_width(61)), np.int32))
         self.inputs: dict[str, tuple[dict[str, np.ndarray], list[Any]]] = {}
 
     def _tensors(self, name: str, layout: step_inputs.InputLayout) -> tuple[dict[str, np.ndarray], list[Any]]:

@@ -12,6 +12,7 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.kernel_spec import counts_width
 from relaxpack.passes.specialize_buckets import decode_buckets
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.runtime import cuda_memory
@@ -225,6 +226,7 @@ def test_the_plan_against_the_driver(model: CapturedModel, plan_numbers: dict[st
 
 
 def test_pages_get_what_weights_and_arena_leave(model: CapturedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    host_memory(monkeypatch, free=20 * 2048 + 2 * 4096)
+    counts = 4 * LIMITS.max_batch * counts_width(model.info.vocab_size)
+    host_memory(monkeypatch, free=20 * 2048 + 2 * 4096 + counts)
     made, _ = runner(model, num_pages=None, memory={"arena_bytes": 4096})  # type: ignore[arg-type]
     assert page_bytes(model.info) == 1024 and made.num_pages == int(20 * 2048 * 0.95) // 1024 == 38

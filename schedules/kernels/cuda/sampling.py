@@ -15,8 +15,8 @@ from relaxpack.schedules.kernels.cuda.sampling_scan import TOPS, sample_scan_fun
 
 
 def sample(spec: SamplingSpec, arch: str = "sm_90a") -> Kernel:
-    """logits f32[b, V], settings f32[b, 8], counters i32[b, 8], counts i32[c, V] (in place), [allowed i32[b, V/32]] →
-    token_ids i32[b], logprobs f32[b]."""
+    """logits f32[b, V], settings f32[b, 8], counters i32[b, 8], counts i32[c, V + 512] (in place), [allowed i32[m, V/32]]
+    → token_ids i32[b], logprobs f32[b]."""
     early = early_launch(arch)
     scan = finish(sample_scan_function(spec, early), early, "xy")
     pick = finish(sample_pick_function(spec, early), early)

@@ -1,4 +1,4 @@
-"""What both stages of sampling do with a logit: load, penalties, constraint and temperature, comparison, noise."""
+"""What both stages of sampling do with a logit: load, penalties, bias, mask and temperature, comparison, noise."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
-from relaxpack.kernel_spec import SAMPLING_COUNTERS, SAMPLING_SETTINGS, SamplingSpec
+from relaxpack.kernel_spec import (
+    COUNT_BITS,
+    EDIT_BITS,
+    IN_PROMPT,
+    SAMPLING_COUNTERS,
+    SAMPLING_SETTINGS,
+    SamplingSpec,
+)
 from tvm.script import tirx as T
 
-IN_PROMPT = 1 << 30
+COUNT_MASK = (1 << COUNT_BITS) - 1
+EDIT_MASK = (1 << EDIT_BITS) - 1
 PHILOX = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85)
-TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(len(SAMPLING_SETTINGS))
-TOP_K, SEED_LOW, SEED_HIGH, POSITION, COUNTS_ROW, CONSTRAINED = range(len(SAMPLING_COUNTERS))
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, TYPICAL_P = range(len(SAMPLING_SETTINGS))
+TOP_K, SEED_LOW, SEED_HIGH, POSITION, COUNTS_ROW, MASK_ROW = range(len(SAMPLING_COUNTERS))
 
 
 def sampling_parts(spec: SamplingSpec) -> SimpleNamespace:
@@ -79,17 +87,29 @@ def sampling_parts(spec: SamplingSpec) -> SimpleNamespace:
                         seen[offset + i] = counts[counts_row, first + i]
 
     @T.inline
-    def adjust(value, seen, token, row, settings, counters, allowed, scale):
-        # penalties, constraint, temperature
+    def find_stale(stale, counts, counts_row, counters, row):
+        # the token that a step whose result was dropped has counted for this very position, else -1
+        stale = -1
+        if counts_row >= 0:
+            if counts[counts_row, V + 1] == counters[row, POSITION]:
+                stale = counts[counts_row, V]
+
+    @T.inline
+    def adjust(value, seen, token, row, settings, counters, counts, counts_row, stale, allowed, scale):
+        # penalties, bias, mask, temperature
         if seen != 0:
-            value = T.if_then_else(value > T.float32(0), value / settings[row, REPETITION],
-                                   value * settings[row, REPETITION])
-            if (seen & (IN_PROMPT - 1)) > 0:
-                value = value - settings[row, PRESENCE] - settings[row, FREQUENCY] * T.Cast(
-                    "float32", seen & (IN_PROMPT - 1))
+            now = T.meta_var(seen - T.if_then_else(token == stale, 1, 0))
+            if (now & (IN_PROMPT | COUNT_MASK)) != 0:
+                value = T.if_then_else(value > T.float32(0), value / settings[row, REPETITION],
+                                       value * settings[row, REPETITION])
+            if (now & COUNT_MASK) > 0:
+                value = value - (settings[row, FREQUENCY] * T.Cast("float32", now & COUNT_MASK) + settings[row, PRESENCE])
+            edit = T.meta_var(seen >> COUNT_BITS & EDIT_MASK)
+            if edit > 0:
+                value = value + T.cuda.uint_as_float(T.Cast("uint32", counts[counts_row, V + edit]))
         if MASKED:
-            if T.And(counters[row, CONSTRAINED] == 1, token < V):
-                if ((allowed[row, token // 32] >> (token % 32)) & 1) == 0:
+            if T.And(counters[row, MASK_ROW] >= 0, token < V):
+                if ((allowed[counters[row, MASK_ROW], token // 32] >> (token % 32)) & 1) == 0:
                     value = T.float32("-inf")
         value = value * scale
 
@@ -111,8 +131,8 @@ def sampling_parts(spec: SamplingSpec) -> SimpleNamespace:
                 peak = other_peak
 
     def filtered(settings: Any, counters: Any, row: Any) -> Any:
-        return T.Or(counters[row, TOP_K] > 0, T.Or(settings[row, TOP_P] < T.float32(1),
-                                                   settings[row, MIN_P] > T.float32(0)))
+        return T.Or(T.Or(counters[row, TOP_K] > 0, settings[row, TOP_P] < T.float32(1)),
+                    T.Or(settings[row, MIN_P] > T.float32(0), settings[row, TYPICAL_P] < T.float32(1)))
 
     return SimpleNamespace(philox=philox, gumbel=gumbel, load4=load4, load_counts4=load_counts4, adjust=adjust,
-                           better=better, combine_sums=combine_sums, filtered=filtered)
+                           find_stale=find_stale, better=better, combine_sums=combine_sums, filtered=filtered)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
-from relaxpack.kernel_spec import SamplingSpec
+from relaxpack.kernel_spec import SamplingSpec, counts_width
 from relaxpack.schedules.kernels.cuda.fragments import (
     AWAIT,
     EXP2,
@@ -29,6 +29,7 @@ from relaxpack.schedules.kernels.cuda.sampling_parts import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    TYPICAL_P,
     sampling_parts,
 )
 from relaxpack.schedules.kernels.cuda.sampling_scan import TOPS, scan_blocks
@@ -41,13 +42,19 @@ DISTANCE_LIMIT = 31.999
 MASS_BITS, MASS_HALF = 28, 14                # mass = e^-distance * 2^28; sums of its halves fit 32 bits (V < 2^18)
 
 
+def deviation(item_key: Any, centre: Any) -> Any:
+    return T.Cast("uint32", T.max(T.Cast("int32", item_key) - centre, centre - T.Cast("int32", item_key)))
+
+
 def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
     V, MASKED = spec.vocab_size, spec.constrained
     WORDS, BLOCKS = -(-V // 32), scan_blocks(spec.vocab_size)
+    WIDTH = counts_width(V)
     WARPS, PER, MAXIMA = THREADS // 32, BINS // THREADS, BLOCKS * TOPS
     parts = sampling_parts(spec)
     philox, gumbel, load4, load_counts4 = parts.philox, parts.gumbel, parts.load4, parts.load_counts4
     adjust, better, combine_sums, filtered = parts.adjust, parts.better, parts.combine_sums, parts.filtered
+    find_stale = parts.find_stale
 
     @T.inline
     def pick(logits, settings, counters, counts, allowed, sums, picks, tops, token_ids, logprobs, row, tx):
@@ -59,6 +66,7 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
         list_token = pool.alloc((CANDIDATES,), "int32", align=16)
         maxima = pool.alloc((MAXIMA,), "float32", align=16)
         warp_mass = pool.alloc((WARPS,), "uint64", align=16)
+        warp_moment = pool.alloc((WARPS,), "uint64", align=16)
         found_mass = pool.alloc((2,), "uint64", align=16)            # before the bin found, and its own
         warp_count = pool.alloc((WARPS,), "int32", align=16)
         found = pool.alloc((4,), "int32", align=16)                  # bin, count before, own count, list length
@@ -92,6 +100,7 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
         noise: T.float32
         scale: T.float32
         counts_row: T.int32
+        stale: T.int32
         other: T.int32
         index: T.int32
         base: T.int32
@@ -107,6 +116,7 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
         items: T.int32
         need_k: T.int32
         need_p: T.int32
+        need_t: T.int32
         by_mass: T.int32
         step: T.int32
         level: T.int32
@@ -119,6 +129,8 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
         kept_mass: T.uint64
         passed_mass: T.uint64
         min_cut: T.uint32
+        typical_cut: T.uint32                 # largest deviation from the mean distance kept
+        centre: T.int32                       # mean distance, as a key
         target: T.uint64
         passed: T.uint64
         amount: T.uint64
@@ -129,16 +141,47 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
             mass = T.Cast("uint32", noise * T.float32(1 << MASS_BITS) + T.float32(0.5))
 
         @T.inline
+        def add_moments():
+            # of the distance, in integers: their sums do not depend on an order
+            weigh()
+            sum_mass = sum_mass + T.Cast("uint64", mass)
+            passed = passed + T.Cast("uint64", noise * distance * T.float32(1 << MASS_BITS) + T.float32(0.5))
+
+        @T.inline
+        def find_centre():
+            # the mean distance: a token's surprise is it plus a constant, so entropy and surprise differ as distances do
+            for i in T.unroll(5):
+                sum_mass = sum_mass + shuffle_xor(sum_mass, 1 << i)
+                passed = passed + shuffle_xor(passed, 1 << i)
+            T.cuda.cta_sync()
+            if lane == 0:
+                warp_mass[warp] = sum_mass
+                warp_moment[warp] = passed
+            T.cuda.cta_sync()
+            all_mass = T.uint64(0)
+            amount = T.uint64(0)
+            for w in T.unroll(WARPS):
+                all_mass = all_mass + warp_mass[w]
+                amount = amount + warp_moment[w]
+            centre = T.Cast("int32", T.Cast("float64", amount) / T.Cast("float64", all_mass) * T.float64(KEY_SCALE))
+            T.cuda.cta_sync()
+
+        @T.inline
         def visit(kind):
             # one token within reach: item_key, distance and index are set
             if kind == "histogram":
-                if T.And(item_key <= cut, (item_key >> prefix_shift) == prefix):
-                    weigh()
-                    other = T.Cast("int32", (item_key >> shift) & bin_mask)
-                    T.cuda.atomic_add(bin_count.ptr_to([other]), T.uint32(1))
-                    T.cuda.atomic_add(bin_low.ptr_to([other]), mass & T.uint32((1 << MASS_HALF) - 1))
-                    T.cuda.atomic_add(bin_high.ptr_to([other]), mass >> T.uint32(MASS_HALF))
-            elif item_key <= cut:
+                if item_key <= cut:
+                    if step == 2:
+                        item_key = deviation(item_key, centre)
+                    if level < 0:
+                        add_moments()
+                    elif (item_key >> prefix_shift) == prefix:
+                        weigh()
+                        other = T.Cast("int32", (item_key >> shift) & bin_mask)
+                        T.cuda.atomic_add(bin_count.ptr_to([other]), T.uint32(1))
+                        T.cuda.atomic_add(bin_low.ptr_to([other]), mass & T.uint32((1 << MASS_HALF) - 1))
+                        T.cuda.atomic_add(bin_high.ptr_to([other]), mass >> T.uint32(MASS_HALF))
+            elif T.And(item_key <= cut, deviation(item_key, centre) <= typical_cut):
                 philox(word, key, index, counters[row, POSITION], counters[row, SEED_LOW], counters[row, SEED_HIGH])
                 old = T.if_then_else(index % 4 < 2, T.if_then_else(index % 4 == 0, word[0], word[1]),
                                      T.if_then_else(index % 4 == 2, word[2], word[3]))
@@ -167,7 +210,7 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
                         distance = x[j * 4 + i]
                         if MASKED or counts_row >= 0:
                             adjust(distance, seen[j * 4 + i], base + (j * THREADS + tx) * 4 + i, row, settings, counters,
-                                   allowed, scale)
+                                   counts, counts_row, stale, allowed, scale)
                         else:
                             distance = distance * scale
                         x[j * 4 + i] = distance
@@ -299,8 +342,8 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
             T.cuda.cta_sync()
 
         @T.inline
-        def mass_target(of):
-            target = T.Cast("uint64", T.ceil(T.Cast("float64", settings[row, TOP_P]) * T.Cast("float64", of)))
+        def mass_target(of, share):
+            target = T.Cast("uint64", T.ceil(T.Cast("float64", settings[row, share]) * T.Cast("float64", of)))
             target = T.max(T.min(target, of), T.uint64(1))
 
         if early:
@@ -346,7 +389,8 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
                 shared_f[2] = best
                 shared_i[0] = best_token
                 shared_i[1] = score_token
-                shared_i[2] = T.if_then_else(T.Or(bad != 0, best_token >= V), 1, 0)
+                shared_i[2] = T.if_then_else(T.Or(bad != 0, peak == T.float32("-inf")), 1,
+                                             T.if_then_else(best == T.float32("-inf"), 2, 0))
                 found[3] = 0
         T.cuda.cta_sync()
         peak = shared_f[0]
@@ -356,6 +400,7 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
         token = shared_i[1]
         bad = shared_i[2]
         counts_row = counters[row, COUNTS_ROW]
+        find_stale(stale, counts, counts_row, counters, row)
         scale = T.float32(1)
         # (b) rows with a filter
         if settings[row, TEMPERATURE] <= T.float32(0):
@@ -367,7 +412,12 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
             items = 0
             need_k = T.if_then_else(T.And(counters[row, TOP_K] > 0, counters[row, TOP_K] < V), 1, 0)
             need_p = T.if_then_else(settings[row, TOP_P] < T.float32(1), 1, 0)
+            need_t = T.if_then_else(settings[row, TYPICAL_P] < T.float32(1), 1, 0)
             kept_mass = T.Cast("uint64", norm * T.float32(1 << MASS_BITS))
+            typical_cut = T.uint32(FULL_MASK)
+            centre = 0
+            step = 0
+            level = 0
             # how far from the maximum a kept token can be
             distance = T.float32(DISTANCE_LIMIT)
             if T.And(need_k == 1, counters[row, TOP_K] <= MAXIMA):
@@ -434,10 +484,28 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
                     kept_mass = T.uint64(0)
                     for w in T.unroll(WARPS):
                         kept_mass = kept_mass + warp_mass[w]
-                mass_target(kept_mass)
+                mass_target(kept_mass, TOP_P)
                 if T.And(need_p == 1, before_mass >= target):
                     keep = 0
-                if T.And(keep == 1, item_key <= min_cut):
+                if item_key > min_cut:
+                    keep = 0
+                if need_t == 1:
+                    sum_mass = T.uint64(0)
+                    passed = T.uint64(0)
+                    if keep == 1:
+                        add_moments()
+                    find_centre()
+                    old = T.if_then_else(keep == 1, deviation(item_key, centre), T.uint32(FULL_MASK))
+                    bin_count[tx] = old
+                    T.cuda.cta_sync()
+                    before_mass = T.uint64(0)
+                    for i in T.serial(items):
+                        if bin_count[i] < old:
+                            before_mass = before_mass + T.Cast("uint64", bin_low[i])
+                    mass_target(all_mass, TYPICAL_P)
+                    if before_mass >= target:
+                        keep = 0
+                if keep == 1:
                     cut = item_key
                     visit("draw")
             else:
@@ -451,7 +519,7 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
                     if need_k == 1:
                         target = T.Cast("uint64", T.min(counters[row, TOP_K], all_count))
                     else:
-                        mass_target(kept_mass)
+                        mass_target(kept_mass, TOP_P)
                         target = T.min(target, all_mass)
                     select()
                     cut = T.min(cut, (T.Cast("uint32", found[0] + 1) << T.uint32(20)) - T.uint32(1))
@@ -462,30 +530,43 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
                             found[3] = 0
                         T.cuda.cta_sync()
                         gather()
-                step = 0
-                while step < 2:
-                    by_mass = step
-                    if T.if_then_else(step == 0, need_k, need_p) == 1:
+                while step < 3:
+                    if T.if_then_else(step == 0, need_k, T.if_then_else(step == 1, need_p, need_t)) == 1:
+                        by_mass = T.min(step, 1)
                         prefix = T.uint32(0)
                         level = 0
                         passed_mass = T.uint64(0)
+                        if step == 2:
+                            cut = T.min(cut, min_cut)
+                            level = -1
                         while level < 3:
-                            start_level(level)
+                            start_level(T.max(level, 0))
+                            sum_mass = T.uint64(0)
+                            passed = T.uint64(0)
                             histogram()
-                            sum_bins()
-                            if level == 0:
-                                if step == 0:
-                                    target = T.Cast("uint64", T.min(counters[row, TOP_K], all_count))
-                                else:
-                                    mass_target(kept_mass)
-                                    target = T.min(target, all_mass)
-                            select()
-                            target = target - T.if_then_else(by_mass == 1, found_mass[0], T.Cast("uint64", found[1]))
-                            passed_mass = passed_mass + found_mass[0]
-                            prefix = (prefix << T.uint32(10)) | T.Cast("uint32", found[0])
+                            if level < 0:
+                                find_centre()
+                            else:
+                                sum_bins()
+                                if level == 0:
+                                    if step == 0:
+                                        target = T.Cast("uint64", T.min(counters[row, TOP_K], all_count))
+                                    elif step == 1:
+                                        mass_target(kept_mass, TOP_P)
+                                    else:
+                                        mass_target(all_mass, TYPICAL_P)
+                                    if by_mass == 1:
+                                        target = T.min(target, all_mass)
+                                select()
+                                target = target - T.if_then_else(by_mass == 1, found_mass[0], T.Cast("uint64", found[1]))
+                                passed_mass = passed_mass + found_mass[0]
+                                prefix = (prefix << T.uint32(10)) | T.Cast("uint32", found[0])
                             level = level + 1
                         kept_mass = passed_mass + found_mass[1]
-                        cut = prefix
+                        if step == 2:
+                            typical_cut = prefix
+                        else:
+                            cut = prefix
                     step = step + 1
                 cut = T.min(cut, min_cut)
                 walk("draw")
@@ -504,13 +585,17 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
         # (c) the answer
         if tx == 0:
             if bad != 0:
-                token_ids[row] = -1
+                token_ids[row] = -bad
                 logprobs[row] = T.cuda.uint_as_float(T.uint32(0x7FC00000))
             else:
                 token_ids[row] = token
                 logprobs[row] = logits[row, token] - peak - T.log(total)
                 if counts_row >= 0:
+                    if stale >= 0:
+                        counts[counts_row, stale] = counts[counts_row, stale] - 1
                     counts[counts_row, token] = counts[counts_row, token] + 1
+                    counts[counts_row, V] = token
+                    counts[counts_row, V + 1] = counters[row, POSITION]
 
     if MASKED:
         @T.prim_func
@@ -519,11 +604,12 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
                         logprobs_h: T.handle):
             b = T.int64()
             c = T.int64()
+            m = T.int64()
             logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
             settings = T.match_buffer(settings_h, (b, 8), "float32")
             counters = T.match_buffer(counters_h, (b, 8), "int32")
-            counts = T.match_buffer(counts_h, (c, V), "int32", align=16)
-            allowed = T.match_buffer(allowed_h, (b, WORDS), "int32")
+            counts = T.match_buffer(counts_h, (c, WIDTH), "int32", align=16)
+            allowed = T.match_buffer(allowed_h, (m, WORDS), "int32")
             sums = T.match_buffer(sums_h, (b, BLOCKS, 5), "float32")
             picks = T.match_buffer(picks_h, (b, BLOCKS, 3), "int32")
             tops = T.match_buffer(tops_h, (b, MAXIMA), "float32")
@@ -543,7 +629,7 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
             logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
             settings = T.match_buffer(settings_h, (b, 8), "float32")
             counters = T.match_buffer(counters_h, (b, 8), "int32")
-            counts = T.match_buffer(counts_h, (c, V), "int32", align=16)
+            counts = T.match_buffer(counts_h, (c, WIDTH), "int32", align=16)
             sums = T.match_buffer(sums_h, (b, BLOCKS, 5), "float32")
             picks = T.match_buffer(picks_h, (b, BLOCKS, 3), "int32")
             tops = T.match_buffer(tops_h, (b, MAXIMA), "float32")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
-from relaxpack.kernel_spec import SamplingSpec
+from relaxpack.kernel_spec import SamplingSpec, counts_width
 from relaxpack.schedules.kernels.cuda.fragments import AWAIT, EXP2, FULL_MASK, LOG2_E, RELEASE, shuffle_xor
 from relaxpack.schedules.kernels.cuda.sampling_parts import (
     COUNTS_ROW,
@@ -30,10 +30,12 @@ def scan_blocks(vocab_size: int) -> int:
 def sample_scan_function(spec: SamplingSpec, early: bool) -> Any:
     V, MASKED = spec.vocab_size, spec.constrained
     WORDS, BLOCKS, SCAN_WARPS = -(-V // 32), scan_blocks(spec.vocab_size), SCAN_THREADS // 32
+    WIDTH = counts_width(V)
     MAXIMA = BLOCKS * TOPS
     parts = sampling_parts(spec)
     philox, gumbel, load4, load_counts4 = parts.philox, parts.gumbel, parts.load4, parts.load_counts4
     adjust, better, combine_sums, filtered = parts.adjust, parts.better, parts.combine_sums, parts.filtered
+    find_stale = parts.find_stale
 
     @T.inline
     def scan(logits, settings, counters, counts, allowed, sums, picks, tops, part, row, tx):
@@ -56,6 +58,7 @@ def sample_scan_function(spec: SamplingSpec, early: bool) -> Any:
         score_token: T.int32
         bad: T.int32
         counts_row: T.int32
+        stale: T.int32
         scale: T.float32
         noisy: T.int32
         narrow: T.int32
@@ -75,6 +78,7 @@ def sample_scan_function(spec: SamplingSpec, early: bool) -> Any:
         noisy = T.if_then_else(T.And(settings[row, TEMPERATURE] > T.float32(0), narrow == 0), 1, 0)
         for j in T.unroll(SCAN_VECTORS):
             load_counts4(seen, counts, counts_row, ((part * SCAN_VECTORS + j) * SCAN_THREADS + tx) * 4, j * 4)
+        find_stale(stale, counts, counts_row, counters, row)
         # raw logits: maximum, sum, anything that is not a number
         peak = T.float32("-inf")
         bad = 0
@@ -104,7 +108,8 @@ def sample_scan_function(spec: SamplingSpec, early: bool) -> Any:
             for i in T.unroll(4):
                 value = x[j * 4 + i]
                 if value > T.float32("-inf"):
-                    adjust(value, seen[j * 4 + i], first + i, row, settings, counters, allowed, scale)
+                    adjust(value, seen[j * 4 + i], first + i, row, settings, counters, counts, counts_row, stale,
+                           allowed, scale)
                     better(best, best_token, value, first + i)
                     x[j * 4 + i] = value
                     if noisy == 1:
@@ -162,11 +167,12 @@ def sample_scan_function(spec: SamplingSpec, early: bool) -> Any:
                         allowed_h: T.handle, sums_h: T.handle, picks_h: T.handle, tops_h: T.handle):
             b = T.int64()
             c = T.int64()
+            m = T.int64()
             logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
             settings = T.match_buffer(settings_h, (b, 8), "float32")
             counters = T.match_buffer(counters_h, (b, 8), "int32")
-            counts = T.match_buffer(counts_h, (c, V), "int32", align=16)
-            allowed = T.match_buffer(allowed_h, (b, WORDS), "int32")
+            counts = T.match_buffer(counts_h, (c, WIDTH), "int32", align=16)
+            allowed = T.match_buffer(allowed_h, (m, WORDS), "int32")
             sums = T.match_buffer(sums_h, (b, BLOCKS, 5), "float32")
             picks = T.match_buffer(picks_h, (b, BLOCKS, 3), "int32")
             tops = T.match_buffer(tops_h, (b, MAXIMA), "float32")
@@ -183,7 +189,7 @@ def sample_scan_function(spec: SamplingSpec, early: bool) -> Any:
             logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
             settings = T.match_buffer(settings_h, (b, 8), "float32")
             counters = T.match_buffer(counters_h, (b, 8), "int32")
-            counts = T.match_buffer(counts_h, (c, V), "int32", align=16)
+            counts = T.match_buffer(counts_h, (c, WIDTH), "int32", align=16)
             sums = T.match_buffer(sums_h, (b, BLOCKS, 5), "float32")
             picks = T.match_buffer(picks_h, (b, BLOCKS, 3), "int32")
             tops = T.match_buffer(tops_h, (b, MAXIMA), "float32")

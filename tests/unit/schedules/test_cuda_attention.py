@@ -147,52 +147,62 @@ def test_rope_append_rotates_and_touches_only_its_slots(s: AttentionSpec) -> Non
     assert (pages[1].transpose(0, 3, 1, 2, 4)[untouched] == nan).all() and (pages[0] == nan).all()
 
 
-OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0, "typical": 1.0}
 PENALTIES = {"repetition": 1.3, "presence": 0.5, "frequency": 0.2}
 
 
 @pytest.mark.parametrize(("vocab", "constrained"), [(10000, False), (5003, True)])
 def test_sampling_equals_float64_reference(vocab: int, constrained: bool) -> None:
-    rows: list[tuple[dict[str, float], int, int, str]] = [             # settings, top_k, counts row, kind of logits
-        ({"temperature": 0}, 0, -1, ""), ({"temperature": 0}, 0, -1, "tie"), ({}, 0, -1, ""), ({}, 0, -1, "nan"),
-        ({"temperature": 0.7}, 40, -1, ""), ({"top_p": 0.9}, 0, -1, ""), ({"top_p": 0.5, "min_p": 0.05}, 100, -1, ""),
-        ({"min_p": 0.1}, 0, -1, ""), ({"top_p": 0.95, **PENALTIES}, 50, 2, ""), ({"temperature": 0, **PENALTIES}, 0, 1, ""),
-        ({"temperature": 0.1, "top_p": 0.99}, 30, 0, ""), ({}, 0, -1, "half"), ({"top_p": 0.9}, 0, -1, "flat"),
-        ({}, 1, -1, ""), ({"top_p": 0.9}, 6000, -1, "flat"), ({"top_p": 1e-6}, 0, -1, ""), ({}, 0, -1, "inf"),
-        ({}, 5, -1, "none")]
+    rows: list[tuple[dict[str, float], int, bool, str]] = [        # settings, top_k, with counts and edits, kind of logits
+        ({"temperature": 0}, 0, False, ""), ({"temperature": 0}, 0, False, "tie"), ({}, 0, False, ""),
+        ({}, 0, False, "nan"), ({"temperature": 0.7}, 40, False, ""), ({"top_p": 0.9}, 0, False, ""),
+        ({"top_p": 0.5, "min_p": 0.05}, 100, False, ""), ({"min_p": 0.1}, 0, False, ""),
+        ({"top_p": 0.95, **PENALTIES}, 50, True, ""), ({"temperature": 0, **PENALTIES}, 0, True, ""), ({}, 0, True, ""),
+        ({"temperature": 0.1, "top_p": 0.99}, 30, True, ""), ({}, 0, False, "half"), ({"top_p": 0.9}, 0, False, "flat"),
+        ({}, 1, False, ""), ({"top_p": 0.9}, 6000, False, "flat"), ({"top_p": 1e-6}, 0, False, ""), ({}, 0, False, "inf"),
+        ({}, 5, False, "none"), ({"typical": 0.9}, 0, False, ""), ({"typical": 0.4, "min_p": 0.01}, 0, True, ""),
+        ({"typical": 0.7, "top_p": 0.95}, 200, False, ""), ({"typical": 0.6}, 0, False, "flat"),
+        ({"typical": 0.3, "top_p": 0.8, **PENALTIES}, 3000, True, "flat"),
+        ({"temperature": 0, **PENALTIES}, 0, True, "stale"), ({"top_p": 0.9, **PENALTIES}, 0, True, "stale"),
+        ({}, 0, False, "forbidden"), ({"top_p": 0.9}, 0, False, "forbidden")]
     rng, b = np.random.default_rng(vocab), len(rows)
     logits = (rng.standard_normal((b, vocab)) * 3).astype(np.float32)
     settings, counters = np.zeros((b, 8), np.float32), np.zeros((b, 8), np.int32)
     counters[:, 1:4] = rng.integers(0, 2**31, (b, 3))
-    for i, (own, top_k, counts_row, kind) in enumerate(rows):
-        settings[i, :6] = list({**OFF, **own}.values())
-        counters[i, 0], counters[i, 4] = top_k, counts_row
+    counts = sampling_case.random_counts(rng, b, vocab)
+    bits = rng.integers(-2**31, 2**31, (b // 2 + 1, -(-vocab // 32))).astype(np.int32)
+    bits[0] = 0
+    counters[:, 5] = -1
+    if constrained:
+        counters[1::2, 5] = rng.permutation(b // 2) + 1
+    for i, (own, top_k, counted, kind) in enumerate(rows):
+        settings[i, :7] = list({**OFF, **own}.values())
+        counters[i, 0], counters[i, 4] = top_k, i if counted else -1
         logits[i, [5, vocab - 1] if kind == "tie" else []] = 20
         logits[i, vocab // 2] = {"nan": np.nan, "inf": np.inf}.get(kind, logits[i, vocab // 2])
         logits[i, ::2] = -np.inf if kind == "half" else logits[i, ::2]
         logits[i] = {"flat": logits[i] * 0.01, "none": np.full(vocab, -np.inf)}.get(kind, logits[i])
-    if constrained:
-        counters[:, 5] = np.arange(b) % 2
-    counts = np.where(rng.random((4, vocab)) < 0.1, rng.integers(1, 4, (4, vocab)), 0).astype(np.int32)
-    counts |= np.where(rng.random((4, vocab)) < 0.1, sampling_case.IN_PROMPT, 0).astype(np.int32)
-    bits = rng.integers(-2**31, 2**31, (b, -(-vocab // 32))).astype(np.int32)
+        if kind == "stale":             # a dropped step has drawn the likeliest token for this position, the first time
+            counts[i, vocab:vocab + 2] = likeliest, _ = logits[i].argmax(), counters[i, 3]
+            counts[i, likeliest] = 1
+        counters[i, 5] = 0 if kind == "forbidden" and constrained else counters[i, 5]
     before = counts.copy()
     tokens, logprobs = np.full(b, -9, np.int32), np.full(b, np.nan, np.float32)
     kernel = sample(SamplingSpec(vocab, constrained))
     emulate(kernel, [(sampling_scan.scan_blocks(vocab), b), (b,)], [sampling_scan.SCAN_THREADS, sampling_pick.THREADS],
             {"logits": logits, "settings": settings, "counters": counters, "counts": counts, "allowed": bits,
-             "token_ids": tokens, "logprobs": logprobs}, {"b": b, "c": 4})
-    drawn = np.zeros_like(counts)
+             "token_ids": tokens, "logprobs": logprobs}, {"b": b, "c": b, "m": len(bits)})
+    expected = before.copy()
     for i in range(b):
-        allowed = (bits[i].view(np.uint32)[np.arange(vocab) // 32] >> (np.arange(vocab) % 32) & 1) > 0
-        row = counters[i, 4]
-        token, logprob, scores = sampling_case.expect(logits[i], settings[i], counters[i], before[row] if row >= 0 else None,
-                                                      allowed if counters[i, 5] else None)
+        mask = counters[i, 5]
+        allowed = (bits[mask].view(np.uint32)[np.arange(vocab) // 32] >> (np.arange(vocab) % 32) & 1) > 0
+        token, logprob, scores = sampling_case.expect(
+            logits[i], settings[i], counters[i], before[i] if counters[i, 4] >= 0 else None, allowed if mask >= 0 else None)
         assert tokens[i] == token or scores[token] - scores[tokens[i]] < 1e-4, (i, rows[i], tokens[i], token)
         assert np.isnan(logprobs[i]) if token < 0 else abs(logprobs[i] - logprob) < 1e-4 or tokens[i] != token
-        if row >= 0 and token >= 0:
-            drawn[row, tokens[i]] += 1
-    np.testing.assert_array_equal(counts - before, drawn)
+        if counters[i, 4] >= 0:
+            sampling_case.count(expected[i], int(tokens[i]), int(counters[i, 3]))
+    np.testing.assert_array_equal(counts, expected)
 
 
 KERNELS = {

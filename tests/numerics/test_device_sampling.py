@@ -1,0 +1,248 @@
+"""Sampling on the device against the host sampler, over the stand-ins of `captured_model`: penalties, biases, bans and
+grammars give the same greedy tokens under preemption, forks, cancelled requests and dropped run-ahead steps, and a seed
+gives the same text whatever else is in the step.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from relaxpack.kernel_spec import COUNT_BITS, IN_PROMPT
+from relaxpack.relax_models.export import BuildLimits
+from relaxpack.runtime.cuda_executor import CudaExecutor
+from relaxpack.runtime.cuda_model_runner import CudaModelRunner
+from relaxpack.runtime.device_counts import MOST_EDITS, DeviceCounts
+from relaxpack.runtime.engine import Engine
+from relaxpack.runtime.executor import HostExecutor
+from relaxpack.runtime.request import Request
+from relaxpack.runtime.sampler import NOTHING_ALLOWED, SamplingState
+from relaxpack.runtime.sampling_params import Grammar, SamplingParams
+from tests.helpers.captured_model import CapturedModel, build, host_memory, runner
+
+LIMITS = BuildLimits(64, max_batch=6, prefill_chunk=48, page_size=4)
+VOCAB = 61
+END = 7
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CapturedModel:
+    return build(tmp_path_factory.mktemp("sampling"), LIMITS, {"decode": (1, 2, 4), "prefill": (4, 8)})
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_memory(monkeypatch)
+
+
+class Thirds:
+    """A grammar: after token t comes one of those that are t + 1 modulo 3, but after multiples of 5 anything."""
+
+    def __init__(self, last: int = 1) -> None:
+        self.last = last
+
+    def mask(self) -> np.ndarray | None:
+        allowed = np.arange(VOCAB - 4) % 3 == (self.last + 1) % 3       # shorter than the vocabulary: the rest is forbidden
+        return None if self.last % 5 == 0 else allowed
+
+    def accept(self, token_id: int) -> bool:
+        mask = self.mask()
+        self.last, before = token_id, mask
+        return before is None or bool(token_id < len(before) and before[token_id])
+
+    complete = False
+
+    def fork(self) -> Thirds:
+        return Thirds(self.last)
+
+
+def engine(model: CapturedModel, on_device: bool = True, **options: object) -> Engine:
+    made, _ = runner(model, **options)  # type: ignore[arg-type]
+    executor = CudaExecutor(made) if on_device else HostExecutor(made)
+    return Engine(made, executor=executor, end_token_ids=(END,), make_constraint=lambda grammar: Thirds())
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+PENALTIES = replace(GREEDY, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3)
+SETTINGS = {
+    "penalties": PENALTIES,
+    "bias": replace(GREEDY, logit_bias={3: 2.5, 11: -100.0, 40: 1.0, 60: 3.0}),
+    "min_tokens": replace(GREEDY, ignore_eos=False, min_tokens=9, logit_bias={END: 100.0}),
+    "bad words": replace(GREEDY, repetition_penalty=0.8, bad_words=((4,), (20, 21), (33,))),
+    "grammar": replace(GREEDY, grammar=Grammar("regex", "thirds")),
+    "all": replace(PENALTIES, logit_bias={5: 4.0, END: 9.0}, min_tokens=12, bad_words=((5, 5), (9,)), ignore_eos=False,
+                   grammar=Grammar("regex", "thirds")),
+    "logprobs": replace(PENALTIES, logprobs=3),
+    "many": replace(GREEDY, logit_bias={i: float(i % 5) for i in range(VOCAB)}, bad_words=((1,),) * MOST_EDITS),
+}
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(8, 60, 3 + i % 4).tolist() for i in range(count)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_greedy_tokens_equal_those_of_the_host(model: CapturedModel, name: str) -> None:
+    """A batch of the same settings, so that all of it runs ahead where it may; lengths differ, so that steps are dropped."""
+    params = [replace(SETTINGS[name], max_tokens=24 + i) for i in range(4)]
+    device, host = (engine(model, on_device) for on_device in (True, False))
+    got, want = device.generate(prompts(4), params), host.generate(prompts(4), params)
+    assert [c.choices[0].token_ids for c in got] == [c.choices[0].token_ids for c in want]
+    assert [c.choices[0].finish_reason for c in got] == [c.choices[0].finish_reason for c in want]
+    plain = engine(model).generate(prompts(4), [replace(GREEDY, max_tokens=p.max_tokens) for p in params])
+    assert any(a.choices[0].token_ids != b.choices[0].token_ids for a, b in zip(got, plain, strict=True)), "no effect"
+    assert device._ahead is not None
+    assert (device._ahead.used > 0) is (name in ("penalties", "bias", "min_tokens")), "what can run ahead"
+    if name == "logprobs":
+        for one, other in zip(got, want, strict=True):
+            for a, b in zip(one.choices[0].logprobs or [], other.choices[0].logprobs or [], strict=True):
+                assert [t for t, _ in a.top] == [t for t, _ in b.top] and abs(a.logprob - b.logprob) < 1e-5
+
+
+def storm(made: Engine, seed: int) -> tuple[list[Request], set[int]]:
+    """Requests with every setting arrive, fork, end and are cancelled while pages are scarce."""
+    rng = random.Random(seed)
+    arrivals = []
+    for _ in range(18):
+        params = rng.choice(list(SETTINGS.values()))
+        params = replace(params, max_tokens=params.min_tokens + rng.randrange(2, 30), n=rng.choice([1, 1, 1, 3]))
+        arrivals.append((rng.randrange(60), [rng.randrange(8, 60) for _ in range(rng.randrange(1, 20))], params))
+    cancels = {i: rng.randrange(20, 80) for i in rng.sample(range(18), 3)}
+    requests: dict[int, Request] = {}
+    for step in range(3000):
+        for i, (at, prompt, params) in enumerate(arrivals):
+            if at == step:
+                requests[i] = made.add(prompt, params)
+        for i, at in cancels.items():
+            if at == step and i in requests:
+                made.cancel(requests[i])
+        made.step()
+        if not made.has_work and step > 80:
+            break
+    assert not made.has_work
+    return [requests[i] for i in range(18)], set(cancels)
+
+
+def test_a_storm_of_requests_gets_what_the_host_gives_each_alone(model: CapturedModel) -> None:
+    alone = engine(model, on_device=False)
+    preemptions = used = dropped = 0
+    for seed in range(6):
+        device = engine(model, num_pages=26)
+        requests, cancelled = storm(device, seed)
+        for i, request in enumerate(requests):
+            want = alone.generate([request.prompt_ids], request.params)[0].choices
+            for sequence, choice in zip(request.sequences, want, strict=True):
+                assert sequence.error is None and choice.error is None
+                known = len(sequence.output_ids) if i in cancelled else None
+                assert sequence.output_ids == choice.token_ids[:known], (seed, i, request.params)
+        assert device._ahead is not None
+        preemptions += device.scheduler.preemptions
+        used, dropped = used + device._ahead.used, dropped + device._ahead.dropped
+    assert preemptions > 5 and used > 5 and dropped > 2, (preemptions, used, dropped)
+
+
+def test_counts_on_the_device_are_those_of_the_tokens(model: CapturedModel) -> None:
+    """After steps were dropped: another request arrives while a step runs ahead, and its own end drops one."""
+    made = engine(model)
+    first = made.add(prompts(1)[0], replace(PENALTIES, logit_bias={2: 0.5}))
+    for step in range(12):
+        made.step()
+        if step == 4:
+            made.add(prompts(2)[1], replace(GREEDY, max_tokens=3))
+    assert made._ahead is not None and made._ahead.dropped > 0
+    executor, counted = made.executor, made.runner
+    assert isinstance(executor, CudaExecutor) and isinstance(counted, CudaModelRunner)
+    state = first.sequences[0].sampling
+    made._ahead.forget()            # the next submit draws for the same position again
+    made.step()
+    words = counted._counts.numpy()[executor._counts._rows[state].index].copy()
+    drawn_ahead = words[VOCAB + 1] == state.num_output
+    words[words[VOCAB]] -= drawn_ahead      # of the step that runs ahead now
+    expected = np.zeros(VOCAB, np.int32)
+    expected[first.prompt_ids] |= IN_PROMPT
+    np.add.at(expected, first.sequences[0].output_ids, 1)
+    expected[2] |= 2 << COUNT_BITS
+    np.testing.assert_array_equal(words[:VOCAB], expected)
+
+
+def test_a_seed_gives_the_same_text_alone_and_beside_anything(model: CapturedModel) -> None:
+    """Also beside requests that leave the captured step: a grammar, likeliest tokens, prompt scores, several outputs."""
+    own = SamplingParams(temperature=1.5, seed=11, max_tokens=25, ignore_eos=True, frequency_penalty=0.3)
+    beside = [SETTINGS["grammar"], SETTINGS["logprobs"], replace(GREEDY, prompt_logprobs=2), SETTINGS["many"],
+              replace(own, seed=5, n=3)]
+    alone = engine(model).generate([prompts(1)[0]], own)[0].choices[0].token_ids
+    assert len(set(alone)) > 5
+    for other in beside:
+        crowd = engine(model)
+        both = crowd.generate([prompts(1)[0], prompts(2)[1]], [own, replace(other, max_tokens=17)])
+        assert both[0].choices[0].token_ids == alone, other
+    crowd = engine(model)
+    everyone = crowd.generate(prompts(len(beside) + 1), [own, *beside])
+    assert everyone[0].choices[0].token_ids == alone
+    forked = everyone[-1].choices
+    assert len({tuple(c.token_ids) for c in forked}) == 3, "outputs of one prompt differ"
+    again = engine(model).generate([prompts(6)[5]], beside[-1])[0].choices
+    assert [c.token_ids for c in again] == [c.token_ids for c in forked]
+
+
+def test_asking_for_logprobs_changes_no_token(model: CapturedModel) -> None:
+    own = SamplingParams(temperature=1.2, seed=3, max_tokens=20, ignore_eos=True)
+    texts = {k: engine(model).generate(prompts(1), replace(own, logprobs=k))[0].choices[0] for k in (None, 0, 4)}
+    assert texts[None].token_ids == texts[0].token_ids == texts[4].token_ids
+    for a, b in zip(texts[0].logprobs or [], texts[4].logprobs or [], strict=True):
+        assert abs(a.logprob - b.logprob) < 1e-5 and not a.top and len(b.top) == 4
+        assert b.top[0][1] >= b.logprob - 1e-6
+
+
+def test_where_nothing_is_allowed_the_request_ends_with_that_error(model: CapturedModel) -> None:
+    """And the one beside it goes on."""
+    nothing = replace(SETTINGS["grammar"], bad_words=tuple((i,) for i in range(VOCAB)))
+    banned = replace(GREEDY, bad_words=nothing.bad_words)
+    for bad in (nothing, banned):
+        got = engine(model).generate(prompts(2), [bad, GREEDY])
+        assert got[0].choices[0].error == NOTHING_ALLOWED and got[0].choices[0].token_ids == []
+        assert len(got[1].choices[0].token_ids) == 30
+
+
+class Memory:
+    """Rows of counts that only remember what was written."""
+
+    max_batch, vocab_size = 2, 50
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[int, int, int]] = []
+
+    def write_counts(self, row: int, words: np.ndarray, first: int = 0) -> None:
+        self.writes.append((row, first, len(words)))
+
+
+def test_rows_of_counts_are_filled_once_and_taken_from_who_was_idle_longest() -> None:
+    memory = Memory()
+    counts = DeviceCounts(memory)
+    a, b, c = (SamplingState(PENALTIES, i, [1, 2, 3], 3) for i in range(3))
+    plain = SamplingState(GREEDY, 9, [1], 1)
+    assert counts.rows([plain]) == [-1] and memory.writes == []
+    first = counts.rows([a, plain, b])
+    assert sorted(first) == [-1, 0, 1] and first[1] == -1 and len(memory.writes) == 2
+    a.token_ids.append(4)
+    assert counts.rows([a]) == first[:1] and counts.rows([a], ahead=1) == first[:1] and len(memory.writes) == 2
+    assert counts.rows([c]) == first[2:] and len(memory.writes) == 3, "b was idle longest"
+    assert counts.rows([b, c]) == [first[0], first[2]], "c is in the step, so a gives way"
+    c.token_ids += [1, 2, 3]
+    counts.rows([c])
+    assert len(memory.writes) == 5, "drawn elsewhere in between: filled again"
+
+
+def test_a_ban_that_ends_is_written_once(model: CapturedModel) -> None:
+    memory = Memory()
+    counts = DeviceCounts(memory)
+    state = SamplingState(replace(GREEDY, min_tokens=3), 0, [1, 2], 2, end_ids=[7])
+    for _ in range(6):
+        counts.rows([state])
+        counts.rows([state], ahead=1)
+        state.token_ids.append(5)
+    assert [write[1:] for write in memory.writes] == [(0, 50 + 512), (50 + 2, 1)]
