@@ -1,8 +1,9 @@
 """Matmuls by cuBLASLt, through ctypes on the library of the `nvidia-cublas` wheel, as packed functions that kernels call.
 
-`relaxpack.cublaslt.matmul(x, w, y, t, N, K, dtype, out_dtype)` is y = x wᵀ and `relaxpack.cublaslt.matmul_add(x, w,
-residual, y, ...)` adds a residual, for row-major x`[t, K]`, w`[N, K]`, y`[t, N]`, given by their addresses; x, w and the
-residual are bfloat16 or float16, y is that or float32, sums are float32.
+`relaxpack.cublaslt.matmul(x, w, y, t, N, K, dtype, out_dtype[, algorithm])` is y = x wᵀ and `relaxpack.cublaslt.matmul_add(x,
+w, residual, y, ...)` adds a residual, for row-major x`[t, K]`, w`[N, K]`, y`[t, N]`, given by their addresses; x, w and the
+residual are bfloat16 or float16, y is that or float32, sums are float32. `algorithm` is a place in the library's own ranking
+for the shape, 0 the first (and the last one where it has fewer).
 
 Calls launch on the current stream, never wait and take no memory: descriptors and the algorithm of a shape are made at its
 first call, which TVM makes before it captures, and the workspace is taken when the functions are registered. So a
@@ -44,6 +45,7 @@ class Product:
     in_features: int
     dtype: str
     out_dtype: str
+    algorithm: int = 0
 
     def __str__(self) -> str:
         return (f"a matmul of {self.dtype}[{self.rows}, {self.in_features}] by [{self.out_features}, {self.in_features}] to "
@@ -51,7 +53,7 @@ class Product:
 
     def check(self, residual: bool) -> None:
         """Raises ValueError for what the library is not called for."""
-        if self.rows < 0 or self.out_features < 1 or self.in_features < 1:
+        if self.rows < 0 or self.out_features < 1 or self.in_features < 1 or self.algorithm < 0:
             raise ValueError(f"cublaslt: {self}: sizes must be positive")
         allowed = (self.dtype,) if residual else (self.dtype, "float32")
         if self.dtype not in ("bfloat16", "float16") or self.out_dtype not in allowed:
@@ -142,13 +144,14 @@ class CublasLt:
         for name, value in limits.items():
             self._check(self._library.cublasLtMatmulPreferenceSetAttribute(preference, name, byref(value),
                                                                            ctypes.sizeof(value)), "a preference")
-        found, count = _Heuristic(), c_int()
+        found, count = (_Heuristic * (key.algorithm + 1))(), c_int()
         of_w, of_x, of_y = layouts
-        code = self._library.cublasLtMatmulAlgoGetHeuristic(self._handle, operation, of_w, of_x, of_y, of_y, preference, 1,
+        code = self._library.cublasLtMatmulAlgoGetHeuristic(self._handle, operation, of_w, of_x, of_y, of_y, preference, len(found),
                                                             byref(found), byref(count))
         self._check(code or (0 if count.value else 15), f"an algorithm for {key}")      # 15: not supported
         self._library.cublasLtMatmulPreferenceDestroy(preference)
-        return _Plan(operation, layouts, found.algorithm, int(found.workspace))
+        chosen = found[count.value - 1]
+        return _Plan(operation, layouts, chosen.algorithm, int(chosen.workspace))
 
     def _layout(self, dtype: str, rows: int, columns: int) -> c_void_p:
         """Of a matrix whose columns lie one behind the other."""

@@ -21,6 +21,7 @@ from .family import KernelFamily, Part
 from .space import ListedSpace, Parameters, Space
 
 Choice = dict[str, Any]
+ALGORITHMS = 6                   # of a library's ranking that are tried
 _REGISTERS_OF_WEIGHTS = 64       # a thread may hold while its loads are under way, in blocks of 512 threads; else twice that
 
 
@@ -36,7 +37,7 @@ def linear_family(arch: str) -> KernelFamily:
         if not given:
             return linear.linear(spec, arch)
         if "library" in given:
-            return library_linear(spec, str(given["library"]))
+            return library_linear(spec, str(given["library"]), int(given.get("algorithm", 0)))
         name, options = given.get("family"), {key: value for key, value in given.items() if key != "family"}
         known = {**linear.FAMILIES, **(linear.QUANTIZED_FAMILIES if spec.weight.quantized else {})}
         if name not in known or spec.max_rows is None:
@@ -64,7 +65,8 @@ def linear_space(spec: LinearSpec, convert: bool = False) -> Space:
             found += ({"family": "gemm_few", **one} for one in _few_tilings(n, k, rows))
         if rows > 64:
             found += _many_tilings(spec)
-    found += [{"library": library} for library in LIBRARIES if why_not(spec, library) is None]
+    found += [{"library": library, **({"algorithm": place} if place else {})} for library in LIBRARIES
+              if why_not(spec, library) is None for place in range(ALGORITHMS)]
     return ListedSpace(tuple(found), default_choice(spec))
 
 

@@ -51,8 +51,9 @@ def calls() -> Iterator[list[str]]:
     def product(x: Any, w: Any, t: int, n: int, k: int, dtype: str) -> np.ndarray:
         return array(x, (t, k), dtype).astype(np.float64) @ array(w, (n, k), dtype).astype(np.float64).T
 
-    def matmul(x: Any, w: Any, y: Any, t: int, n: int, k: int, dtype: str, out_dtype: str) -> None:
-        seen.append("matmul")
+    def matmul(x: Any, w: Any, y: Any, t: int, n: int, k: int, dtype: str, out_dtype: str,
+               algorithm: int = 0) -> None:
+        seen.append(f"matmul{algorithm or ''}")
         array(y, (t, n), out_dtype)[:] = product(x, w, t, n, k, dtype).astype(_DTYPES[out_dtype])
 
     def matmul_add(x: Any, w: Any, residual: Any, y: Any, t: int, n: int, k: int, dtype: str, out_dtype: str) -> None:
@@ -97,6 +98,17 @@ def test_buffers_reach_the_library_and_numbers_come_back(calls: list[str], dtype
     found = array(ctypes.c_void_p(poisoned.data_ptr()), (3, 24), out)
     np.testing.assert_allclose(found.astype(np.float64), expected, rtol=2e-2, atol=5e-2)
     assert calls == ["matmul_add" if residual else "matmul"]
+
+
+def test_the_place_in_the_librarys_ranking_reaches_it(calls: list[str], rng: np.random.Generator) -> None:
+    stages = [library_linear(SPEC, "cublaslt", place).stages[0] for place in (0, 3)]
+    run = tvm.compile(tvm.IRModule({stage.name: stage.func.with_attr("global_symbol", stage.name) for stage in stages}),
+                      tvm.target.Target({"kind": "llvm"}))
+    dtype = _DTYPES["bfloat16"]
+    arguments = [raw(rng.standard_normal(shape).astype(dtype)) for shape in ((3, 64), (24, 64), (3, 24))]
+    for stage in stages:
+        run[stage.name](*arguments)
+    assert calls == ["matmul", "matmul3"] and stages[1].name == f"{stages[0].name}_a3"
 
 
 @pytest.mark.parametrize("change, words", [

@@ -29,19 +29,22 @@ def why_not(spec: LinearSpec, library: str) -> str | None:
     return None
 
 
-def library_linear(spec: LinearSpec, library: str) -> Kernel:
-    """Raises CompileError where `why_not` has a reason."""
+def library_linear(spec: LinearSpec, library: str, algorithm: int = 0) -> Kernel:
+    """`algorithm`: a place in the library's own ranking. Raises CompileError where `why_not` has a reason."""
     if (reason := why_not(spec, library)) is not None:
         raise CompileError(f"linear {spec.out_features}x{spec.in_features}: {reason}")
     name = (f"{library}_{spec.out_features}x{spec.in_features}{'_residual' if spec.residual else ''}_{spec.activation_dtype}"
-            f"_{spec.out_dtype}")
+            f"_{spec.out_dtype}{f'_a{algorithm}' if algorithm else ''}")
     function = f"relaxpack.{library}.matmul{'_add' if spec.residual else ''}"
-    func = _call(function, spec.out_features, spec.in_features, spec.activation_dtype, spec.out_dtype, spec.residual)
+    func = _call(function, spec.out_features, spec.in_features, spec.activation_dtype, spec.out_dtype, spec.residual,
+                 algorithm)
     inputs = ("x", "weight", "residual") if spec.residual else ("x", "weight")
     return Kernel((Stage(func, name, inputs, ("y",)),), f"library:{library}")
 
 
-def _call(function: str, N: int, K: int, dtype: str, out_dtype: str, residual: bool) -> Any:
+def _call(function: str, N: int, K: int, dtype: str, out_dtype: str, residual: bool, algorithm: int = 0) -> Any:
+    more = (T.int64(algorithm),) if algorithm else ()        # bundles from before there was a choice give nothing
+
     if residual:
         @T.prim_func(private=True, s_tir=True)
         def call_add(x_h: T.handle, w_h: T.handle, r_h: T.handle, y_h: T.handle):
@@ -51,7 +54,8 @@ def _call(function: str, N: int, K: int, dtype: str, out_dtype: str, residual: b
             w = T.match_buffer(w_h, (T.int64(N), T.int64(K)), dtype)
             r = T.match_buffer(r_h, (t, T.int64(N)), dtype)
             y = T.match_buffer(y_h, (t, T.int64(N)), out_dtype)
-            T.evaluate(T.call_packed(function, x.data, w.data, r.data, y.data, t, T.int64(N), T.int64(K), dtype, out_dtype))
+            T.evaluate(T.call_packed(function, x.data, w.data, r.data, y.data, t, T.int64(N), T.int64(K), dtype, out_dtype,
+                                     *more))
         return call_add
 
     @T.prim_func(private=True, s_tir=True)
@@ -61,5 +65,5 @@ def _call(function: str, N: int, K: int, dtype: str, out_dtype: str, residual: b
         x = T.match_buffer(x_h, (t, T.int64(K)), dtype)
         w = T.match_buffer(w_h, (T.int64(N), T.int64(K)), dtype)
         y = T.match_buffer(y_h, (t, T.int64(N)), out_dtype)
-        T.evaluate(T.call_packed(function, x.data, w.data, y.data, t, T.int64(N), T.int64(K), dtype, out_dtype))
+        T.evaluate(T.call_packed(function, x.data, w.data, y.data, t, T.int64(N), T.int64(K), dtype, out_dtype, *more))
     return call

@@ -63,13 +63,15 @@ class StandIn:
     def cublasLtMatmulAlgoGetHeuristic(self, handle: Any, operation: Any, a: Any, b: Any, c: Any, d: Any, preference: Any,
                                        wanted: int, found: Any, count: Any) -> int:
         count._obj.value = min(self.algorithms, wanted)
-        found._obj.algorithm.data[0], found._obj.workspace = 42, 1 << 10
+        for place in range(count._obj.value):
+            found._obj[place].algorithm.data[0], found._obj[place].workspace = 42 + place, 1 << 10
         return 0
 
     def cublasLtMatmul(self, handle: Any, operation: Any, alpha: Any, a: int, a_layout: Any, b: int, b_layout: Any,
                        beta: Any, c: int, c_layout: Any, d: int, d_layout: Any, algorithm: Any, workspace: int, size: int,
                        stream: int) -> int:
-        assert algorithm._obj.data[0] == 42 and alpha._obj.value == 1 and size == 1 << 10
+        self.algorithm = algorithm._obj.data[0]
+        assert alpha._obj.value == 1 and size == 1 << 10
         self.calls.append((workspace, stream))
         first = self._read(a, a_layout)
         assert self.made[operation.value] == {3: 1}             # A is transposed
@@ -129,6 +131,15 @@ def test_an_algorithm_is_chosen_once_for_a_shape_and_its_alignment() -> None:
     assert len(library.asked) == 3
 
 
+@pytest.mark.parametrize("place, algorithm", [(0, 42), (2, 44), (7, 44)])
+def test_a_place_in_the_librarys_ranking(place: int, algorithm: int) -> None:
+    library = StandIn(algorithms=3)
+    handle = CublasLt(library, 4096, 1 << 20)  # type: ignore[arg-type]
+    memory = np.zeros(1 << 12, np.uint8).ctypes.data
+    handle.matmul(memory, memory + 512, None, memory + 1024, Product(2, 8, 16, "float16", "float16", place), 0)
+    assert library.algorithm == algorithm
+
+
 def test_no_rows_are_no_call() -> None:
     library = StandIn()
     CublasLt(library, 0, 0).matmul(0, 0, None, 0, Product(0, 8, 16, "float16", "float16"), 0)  # type: ignore[arg-type]
@@ -147,7 +158,8 @@ def test_a_shape_without_an_algorithm_is_named() -> None:
     (Product(2, 8, 16, "float16", "bfloat16"), False, r"float16\[2, 16\] by \[8, 16\] to bfloat16: expected"),
     (Product(2, 8, 16, "float16", "float32"), True, "to float32 with a residual: expected bfloat16 or float16 to the same$"),
     (Product(2, 0, 16, "float16", "float16"), False, "sizes must be positive"),
-    (Product(-1, 8, 16, "float16", "float16"), False, "sizes must be positive")])
+    (Product(-1, 8, 16, "float16", "float16"), False, "sizes must be positive"),
+    (Product(2, 8, 16, "float16", "float16", -1), False, "sizes must be positive")])
 def test_what_the_library_is_not_called_for(product: Product, residual: bool, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         product.check(residual)
