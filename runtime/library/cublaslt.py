@@ -1,7 +1,7 @@
 """Matmuls by cuBLASLt, through ctypes on the library of the `nvidia-cublas` wheel, as packed functions that kernels call.
 
-`relaxpack.cublaslt.matmul(x, w, y, t, N, K, dtype, out_dtype[, algorithm])` is y = x wᵀ and `relaxpack.cublaslt.matmul_add(x,
-w, residual, y, ...)` adds a residual, for row-major x`[t, K]`, w`[N, K]`, y`[t, N]`, given by their addresses; x, w and the
+`relaxpack.cublaslt.matmul(x, w, y, t, N, K, dtype, out_dtype[, algorithm])` is y = x wᵀ and
+`relaxpack.cublaslt.matmul_add(x, w, residual, y, ...)` adds a residual, for row-major x`[t, K]`, w`[N, K]`, y`[t, N]`, given by their addresses; x, w and the
 residual are bfloat16 or float16, y is that or float32, sums are float32. `algorithm` is a place in the library's own ranking
 for the shape, 0 the first (and the last one where it has fewer).
 
@@ -146,8 +146,8 @@ class CublasLt:
                                                                            ctypes.sizeof(value)), "a preference")
         found, count = (_Heuristic * (key.algorithm + 1))(), c_int()
         of_w, of_x, of_y = layouts
-        code = self._library.cublasLtMatmulAlgoGetHeuristic(self._handle, operation, of_w, of_x, of_y, of_y, preference, len(found),
-                                                            byref(found), byref(count))
+        code = self._library.cublasLtMatmulAlgoGetHeuristic(self._handle, operation, of_w, of_x, of_y, of_y, preference,
+                                                            len(found), byref(found), byref(count))
         self._check(code or (0 if count.value else 15), f"an algorithm for {key}")      # 15: not supported
         self._library.cublasLtMatmulPreferenceDestroy(preference)
         chosen = found[count.value - 1]
