@@ -1,9 +1,9 @@
 """Matmuls by cuBLASLt, through ctypes on the library of the `nvidia-cublas` wheel, as packed functions that kernels call.
 
 `relaxpack.cublaslt.matmul(x, w, y, t, N, K, dtype, out_dtype[, algorithm])` is y = x wᵀ and
-`relaxpack.cublaslt.matmul_add(x, w, residual, y, ...)` adds a residual, for row-major x`[t, K]`, w`[N, K]`, y`[t, N]`, given by their addresses; x, w and the
-residual are bfloat16 or float16, y is that or float32, sums are float32. `algorithm` is a place in the library's own ranking
-for the shape, 0 the first (and the last one where it has fewer).
+`relaxpack.cublaslt.matmul_add(x, w, residual, y, ...)` adds a residual, for row-major x`[t, K]`, w`[N, K]`, y`[t, N]`,
+given by their addresses; x, w and the residual are bfloat16 or float16, y is that or float32, sums are float32.
+`algorithm` is a place in the library's own ranking for the shape, 0 the first (and the last one where it has fewer).
 
 Calls launch on the current stream, never wait and take no memory: descriptors and the algorithm of a shape are made at its
 first call, which TVM makes before it captures, and the workspace is taken when the functions are registered. So a
