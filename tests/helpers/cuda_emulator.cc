@@ -1,12 +1,20 @@
 // Fiber scheduler behind cuda_emulator.h (x86-64 only).
 #include "cuda_emulator.h"
 namespace emu {
-alignas(1024) static unsigned char smem_storage[kSmem];
-unsigned char* smem = smem_storage;
+constexpr int kMaxCluster = 16;
+alignas(1024) static unsigned char smem_storage[kMaxCluster][kSmem];
+unsigned char* smem = smem_storage[0];
+unsigned char* shared_of(int rank) { return smem_storage[rank]; }
 Fiber* cur;
 std::vector<Fiber> fibers;
 Dim3 block_idx;
-Named named[16];
+int cluster = 1;
+static Named named_storage[kMaxCluster][16];
+Named* named = named_storage[0];
+// What the kernel before this one writes: seen only after griddepcontrol.wait, until then it is 0xff.
+struct Late { unsigned char* at; const unsigned char* content; size_t bytes; };
+static std::vector<Late> late;
+bool any_late;
 static void* main_sp;
 static void (*entry)(void**);
 static void** entry_args;
@@ -35,47 +43,71 @@ static bool release(size_t from, size_t to, State s) {
   if (any) for (size_t i = from; i < to; ++i) if (fibers[i].state == s) fibers[i].state = kRun;
   return any;
 }
-static int run_block(int threads) {
+// Threads that wait for the same cluster barrier or the previous grid, among all of the cluster; the fence has been
+// passed once all that still run have come.
+static bool release_all(State s) {
+  for (auto& f : fibers) if (s == kClusterWait && f.state != kDone && !f.arrived) return false;
+  if (!release(0, fibers.size(), s)) return false;
+  for (auto& f : fibers) if (s == kClusterWait) f.arrived = false;
+  if (s == kGridWait) for (auto& l : late) memcpy(l.at, l.content, l.bytes);
+  return true;
+}
+static int run_cluster(Dim3 first, int threads) {
   const size_t kStack = 256 << 10;
-  memset(named, 0, sizeof named);
-  memset(smem, 0xff, kSmem);                             // bf16, f16 and f32 NaN
-  if (fibers.size() != (size_t)threads) {
+  const size_t count = (size_t)threads * cluster;
+  memset(named_storage, 0, sizeof named_storage);
+  for (int b = 0; b < cluster; ++b) memset(smem_storage[b], 0xff, kSmem);          // bf16, f16 and f32 NaN
+  for (auto& l : late) memset(l.at, 0xff, l.bytes);
+  if (fibers.size() != count) {
     for (auto& f : fibers) free(f.stack);
-    fibers.assign(threads, Fiber());
+    fibers.assign(count, Fiber());
     for (auto& f : fibers) f.stack = (unsigned char*)aligned_alloc(64, kStack);
   }
-  for (int i = 0; i < threads; ++i) {
+  for (size_t i = 0; i < count; ++i) {
     Fiber& f = fibers[i];
-    f.index = i; f.tid = {i, 0, 0}; f.state = kRun; f.groups.clear(); f.open.clear();
+    f.index = i; f.rank = i / threads; f.tid = {(int)(i % threads), 0, 0}; f.state = kRun; f.arrived = false;
+    f.groups.clear(); f.open.clear();
     void** top = (void**)(f.stack + kStack) - 2;
     *top = (void*)trampoline;
     f.sp = top - 6;
   }
-  int warps = (threads + kWarp - 1) / kWarp, turn = 0;
+  int warps = (threads + kWarp - 1) / kWarp * cluster, turn = 0;
   for (;;) {
     bool ran = false, live = false;
     ++turn;
     for (int w = 0; w < warps; ++w) {
       int warp = turn % 2 ? w : warps - 1 - w;           // no fixed order between warps
-      for (int i = warp * kWarp; i < threads && i < warp * kWarp + kWarp; ++i) {
+      int block = warp / (warps / cluster), from = block * threads + warp % (warps / cluster) * kWarp;
+      int to = from + kWarp < (block + 1) * threads ? from + kWarp : (block + 1) * threads;
+      smem = smem_storage[block]; named = named_storage[block];
+      block_idx = {first.x + block, first.y, first.z};
+      for (int i = from; i < to; ++i) {
         if (fibers[i].state != kRun) continue;
         ran = true; cur = &fibers[i];
         emu_switch(&main_sp, cur->sp);
       }
-      if (release(warp * kWarp, threads < warp * kWarp + kWarp ? threads : warp * kWarp + kWarp, kWarpWait)) ran = true;
+      if (release(from, to, kWarpWait)) ran = true;
     }
-    if (release(0, threads, kBlockWait)) ran = true;
+    for (int b = 0; b < cluster; ++b) if (release(b * threads, (b + 1) * threads, kBlockWait)) ran = true;
+    if (release_all(kClusterWait)) ran = true;
+    if (release_all(kGridWait)) ran = true;
     for (auto& f : fibers) live |= f.state != kDone;
     if (!live) return 0;
     if (!ran) { fprintf(stderr, "deadlock: threads wait for different barriers\n"); return 1; }
   }
 }
 }  // namespace emu
-extern "C" int emu_run(void (*kernel)(void**), void** args, int gx, int gy, int gz, int threads) {
-  emu::entry = kernel; emu::entry_args = args;
-  for (int z = 0; z < gz; ++z) for (int y = 0; y < gy; ++y) for (int x = 0; x < gx; ++x) {
-    emu::block_idx = {x, y, z};
-    if (emu::run_block(threads)) return 1;
-  }
-  return 0;
+extern "C" void emu_late(void* at, const void* content, long bytes) {
+  emu::late.push_back({(unsigned char*)at, (const unsigned char*)content, (size_t)bytes});
+}
+extern "C" int emu_run(void (*kernel)(void**), void** args, int gx, int gy, int gz, int threads, int cluster) {
+  if (gx % cluster || cluster > emu::kMaxCluster || (cluster > 1 && threads % emu::kWarp)) return 1;
+  emu::entry = kernel; emu::entry_args = args; emu::cluster = cluster;
+  emu::any_late = !emu::late.empty();
+  int failed = 0;
+  for (int z = 0; z < gz; ++z) for (int y = 0; y < gy; ++y) for (int x = 0; x < gx; x += cluster)
+    if (!failed) failed = emu::run_cluster({x, y, z}, threads);
+  for (auto& l : emu::late) memcpy(l.at, l.content, l.bytes);
+  emu::late.clear();
+  return failed;
 }

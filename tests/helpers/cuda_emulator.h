@@ -1,5 +1,6 @@
 // CPU stand-ins for the parts of CUDA C++ that TVM's generated kernels use. Every CUDA thread is a fiber; warp and
-// block collectives are barriers between fibers, cp.async completes only at its wait, shared memory starts as NaN.
+// block collectives are barriers between fibers, cp.async completes only at its wait, shared memory starts as NaN. The
+// blocks of a cluster run together; a remote shared address carries the block's rank + 1 above bit 20.
 #pragma once
 #include <immintrin.h>
 #include <math.h>
@@ -47,15 +48,16 @@ namespace emu {
 constexpr int kWarp = 32, kSmem = 232448;
 extern unsigned char* smem;
 struct Copy { void* dst; const void* src; unsigned bytes, zeros; };
-enum State { kRun, kWarpWait, kBlockWait, kDone };
+enum State { kRun, kWarpWait, kBlockWait, kClusterWait, kGridWait, kDone };
 struct Fiber {
-  void* sp; unsigned char* stack; State state; Dim3 tid; int index;
+  void* sp; unsigned char* stack; State state; Dim3 tid; int index, rank; bool arrived;
   std::vector<std::vector<Copy>> groups; std::vector<Copy> open;
   const void* slot;
 };
 extern Fiber* cur;
 extern std::vector<Fiber> fibers;
 extern Dim3 block_idx;
+extern int cluster;                       // blocks of a cluster, neighbours along x
 void wait(State s);
 inline Fiber& lane(int i) { return fibers[cur->index / kWarp * kWarp + i]; }
 inline int lane_id() { return cur->index % kWarp; }
@@ -120,7 +122,7 @@ inline void mbarrier_wait(uint32_t addr, uint32_t parity) {
   }
 }
 struct Named { int arrived, turn; };
-extern Named named[16];
+extern Named* named;
 inline int named_arrive(int id, int count) {
   Named& b = named[id];
   int turn = b.turn;
@@ -190,6 +192,28 @@ inline void wait_group(size_t left) {
     }
     cur->groups.erase(cur->groups.begin());
   }
+}
+// distributed shared memory
+unsigned char* shared_of(int rank);
+inline uint32_t mapa(uint32_t addr, uint32_t rank) {
+  if ((int)rank >= cluster) { fprintf(stderr, "mapa: block %u of a cluster of %d\n", rank, cluster); abort(); }
+  return addr | (rank + 1) << 20;
+}
+inline unsigned char* remote(uint32_t addr, unsigned bytes) {
+  if (!(addr >> 20) || addr % bytes || (addr & 0xfffff) + bytes > kSmem) {
+    fprintf(stderr, "bad address %x in shared::cluster\n", addr); abort();
+  }
+  return shared_of((addr >> 20) - 1) + (addr & 0xfffff);
+}
+extern bool any_late;
+inline void grid_wait() { if (any_late) wait(kGridWait); }
+inline void cluster_arrive() {
+  if (cur->arrived) { fprintf(stderr, "barrier.cluster.arrive twice without a wait\n"); abort(); }
+  cur->arrived = true;
+}
+inline void cluster_wait() {
+  if (!cur->arrived) { fprintf(stderr, "barrier.cluster.wait without an arrive\n"); abort(); }
+  wait(kClusterWait);
 }
 }  // namespace emu
 

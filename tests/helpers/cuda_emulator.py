@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,16 @@ RULES: list[tuple[str, Any]] = [
     (r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", lambda o, i, m: f"{o[0]} = emu::movmatrix({i[0]});"),
     (r"\{ \.reg \.pred ps0; setp\.ne\.b32 ps0, %\d+, 0; wgmma\.mma_async\S+", lambda o, i, m: _wgmma(o, i, m)),
     (r"wgmma\.(fence|commit_group|wait_group)\.\S+", lambda o, i, m: ""),
-    (r"(setmaxnreg|fence\.proxy|griddepcontrol)\.\S+", lambda o, i, m: ""),
+    (r"(setmaxnreg|fence\.proxy|griddepcontrol\.launch_dependents)\S*", lambda o, i, m: ""),
+    (r"griddepcontrol\.wait", lambda o, i, m: "emu::grid_wait();"),
+    (r"mov\.u32 %0, %%cluster_ctarank", lambda o, i, m: f"{o[0]} = emu::cur->rank;"),
+    (r"mov\.u32 %0, %clusterid\.x", lambda o, i, m: f"{o[0]} = emu::block_idx.x / emu::cluster;"),
+    (r"mapa\.shared::cluster\.u32", lambda o, i, m: f"{o[0]} = emu::mapa({i[0]}, {i[1]});"),
+    (r"st\.shared::cluster\.v[24]\.f32", lambda o, i, m: (
+        f"{{ unsigned char* p = emu::remote({i[0]}, {4 * len(i[1:])}); "
+        + "".join(f"memcpy(p + {4 * k}, &{v}, 4); " for k, v in enumerate(i[1:])) + "}")),
+    (r"barrier\.cluster\.arrive\S*", lambda o, i, m: "emu::cluster_arrive();"),
+    (r"barrier\.cluster\.wait\S*", lambda o, i, m: "emu::cluster_wait();"),
     (r"bar\.sync", lambda o, i, m: f"emu::named_sync({i[0]}, {i[1]});"),
     (r"bar\.arrive", lambda o, i, m: f"emu::named_arrive({i[0]}, {i[1]});"),
     (r"mbarrier\.init\.\S+", lambda o, i, m: f"emu::mbarrier_init({i[0]}, {i[1]});"),
@@ -59,7 +69,7 @@ RULES: list[tuple[str, Any]] = [
     (r"cp\.async\.c[ga]\.shared\.global\S*", lambda o, i, m:
         f"emu::cp_async({i[0]}, {i[1]}, {_copy_bytes(m)}, {i[2] if len(i) > 2 else _copy_bytes(m)});"),
 ]
-ASM = re.compile(r'asm volatile\("([^"]*)"\s*:(.*?):(.*?)(?::\s*"memory"\s*)?\);', re.S)
+ASM = re.compile(r'asm(?: volatile)?\("([^"]*)"\s*:([^;]*?)(?::([^;]*?))?(?::\s*"memory"\s*)?\);', re.S)
 OPERAND = re.compile(r'"[^"]*"\(((?:[^()]|\([^()]*\))*)\)')
 
 
@@ -87,7 +97,7 @@ def _base(mnemonic: str) -> str:
 
 def _translate(match: re.Match[str]) -> str:
     text = match[1].strip().rstrip(";")
-    out, inp = OPERAND.findall(match[2]), OPERAND.findall(match[3])
+    out, inp = OPERAND.findall(match[2]), OPERAND.findall(match[3] or "")
     for pattern, emit in RULES:
         if re.match(pattern + r"(\s|$)", text) and (code := emit(out, inp, text)) is not None:
             return code
@@ -133,9 +143,11 @@ class EmulatedModule:
                 made.replace(library)
         self._library = ctypes.CDLL(str(library))
 
-    def run(self, kernel: str, grid: tuple[int, ...], threads: int, **arguments: Any) -> None:
+    def run(self, kernel: str, grid: tuple[int, ...], threads: int, cluster: int = 1, late: Collection[str] = (),
+            **arguments: Any) -> None:
         """Arguments by the kernel's parameter names; a buffer `x` of the PrimFunc is parameter `x_ptr`, given as `x`.
-        Arrays are changed in place. 16-bit floats travel as uint16."""
+        Arrays are changed in place. 16-bit floats travel as uint16. `cluster` blocks along x form a cluster. Arrays named
+        in `late` are written by the kernel before: all ones until every thread has passed griddepcontrol.wait."""
         holders, pointers = [], []
         for ctype, name in self.parameters[kernel]:
             short = name.removesuffix("_ptr")
@@ -150,8 +162,12 @@ class EmulatedModule:
             else:
                 holders.append(ctypes.c_int32(value))
             pointers.append(ctypes.cast(ctypes.pointer(holders[-1]), ctypes.c_void_p))
+        contents = [(arguments[name], arguments[name].copy()) for name in late]
+        for buffer, content in contents:
+            self._library.emu_late(ctypes.c_void_p(buffer.ctypes.data), ctypes.c_void_p(content.ctypes.data),
+                                   ctypes.c_long(content.nbytes))
         array = (ctypes.c_void_p * len(pointers))(*pointers)
         full = (*grid, 1, 1)[:3]
         entry = getattr(self._library, f"emu_{kernel}")
-        status = self._library.emu_run(ctypes.cast(entry, ctypes.c_void_p), array, *full, threads)
+        status = self._library.emu_run(ctypes.cast(entry, ctypes.c_void_p), array, *full, threads, cluster)
         assert status == 0, f"{kernel}: the emulated kernel deadlocked"

@@ -1,8 +1,7 @@
 """Stage one of the paged decode attention: every block takes its share of all (sequence, KV head, tile of keys).
 
-All query heads of a KV head are computed together on tensor cores with the operands swapped (keys are the rows:
-S' = K Q', O' = V' P'), so each key and value is read once. Each warp runs its own cp.async ring over its part of the
-tile and meets the others only where a (sequence, head) ends.
+Each warp runs its own cp.async ring over its part of a tile (`attention_decode_tile.py`: each key and value is read once
+for all query heads of its KV head) and meets the others only where a (sequence, head) ends.
 """
 
 from __future__ import annotations
@@ -11,20 +10,15 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.kernel_spec import AttentionSpec
-from relaxpack.schedules.kernels.cuda.attention_decode_tuning import DecodeTuning, head_columns, row_chunks
+from relaxpack.schedules.kernels.cuda.attention_decode_tile import DecodeTile, tile_range
+from relaxpack.schedules.kernels.cuda.attention_decode_tuning import DecodeTuning
 from relaxpack.schedules.kernels.cuda.fragments import (
     AWAIT,
     COMMIT,
-    COPY16,
     EXP2,
     FULL_MASK,
-    LDMATRIX,
-    LDMATRIX_T,
-    LOG2_E,
-    NEG_BIG,
     RELEASE,
     WAIT,
-    mma,
     pack,
     shuffle,
     shuffle_up,
@@ -35,48 +29,24 @@ from tvm.script import tirx as T
 ROW, HEAD, TILE, LAST, LENGTH = range(5)        # a place in the order of work
 
 
-def _place(spec: AttentionSpec, tile_keys: int) -> tuple[Any, Any, Any]:
-    """first_tile(length), last_tile(length), tiles(length) as expressions over int32."""
-    window = spec.window
-
-    def first(length: Any) -> Any:
-        return T.max(length - window, 0) // tile_keys if window is not None else T.int32(0)
-
-    def last(length: Any) -> Any:
-        return (length + (tile_keys - 1)) // tile_keys
-
-    return first, last, lambda length: last(length) - first(length)
-
-
 def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool) -> Any:
     D, H, KV, PS, MP, L = (spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.page_size, spec.max_pages,
                            spec.num_layers)
-    G, WARPS, STAGES, BLOCKS, MT = H // KV, tuning.warps, tuning.stages, tuning.blocks, tuning.key_tiles
+    G, WARPS, STAGES, BLOCKS = H // KV, tuning.warps, tuning.stages, tuning.blocks
     act, kv = spec.activation_dtype, spec.kv_dtype
     THREADS, KEYS, TILE_KEYS = WARPS * 32, tuning.warp_keys, tuning.keys
-    NT, COLS = head_columns(spec) // 8, head_columns(spec)          # tiles of 8 query heads
-    CHUNKS, ROW_CHUNKS = D // 8, row_chunks(D)
-    PASSES, KS = KEYS * CHUNKS // 32, D // 16
-    SWIZZLE = CHUNKS % 8 == 0
-    WINDOWED, WINDOW = spec.window is not None, spec.window or 0
-    SCALE = spec.scale * LOG2_E
-    MMA, PACK_P, PACK_Y = mma(kv), pack(kv), pack(act)
-    # Page ids are fetched a tile ahead where every copy instruction of a warp stays within one page.
-    pass_rows = [(32 * i // CHUNKS, (32 * i + 31) // CHUNKS) for i in range(PASSES)]
-    AHEAD = (PS % KEYS == 0 or KEYS % PS == 0) and all(a // PS == b // PS for a, b in pass_rows)
-    PAGES = max(1, KEYS // PS) if AHEAD else PASSES
+    tile = DecodeTile(spec, tuning.key_tiles)
+    COLS, NT, KS, ROW_CHUNKS = tile.columns, tile.columns // 8, tile.steps, tile.row_chunks
+    AHEAD, PAGES, PASSES, CHUNKS = tile.ahead, tile.pages, tile.passes, tile.chunks
+    PACK_Y = pack(act)
     SLOT = 2 * KEYS * ROW_CHUNKS * 4                                 # f32 words of a warp's part of a stage
     MS = D + 4 if COLS * (D + 4) <= SLOT else D                      # row stride there when outputs are merged
-    first_tile, last_tile, tiles = _place(spec, TILE_KEYS)
-    assert D % 16 == 0 and KEYS * CHUNKS % 32 == 0 and act == kv and COLS * MS <= SLOT
+    first_tile, last_tile = tile_range(spec, TILE_KEYS)
+    copy_rows, reset, attend = tile.copy(), tile.reset(), tile.attend()
+    assert act == kv and COLS * MS <= SLOT
 
-    def chunk(row: Any, column: Any) -> Any:
-        return row * ROW_CHUNKS + (column ^ (row % 8) if SWIZZLE else column)
-
-    def page_slot(i: Any) -> Any:
-        if not AHEAD:
-            return i
-        return 32 * i // CHUNKS // PS if PAGES > 1 else 0
+    def tiles(length: Any) -> Any:
+        return last_tile(length) - first_tile(length)
 
     @T.prim_func
     def decode_split(q_h: T.handle, layer: T.int64, pages_h: T.handle, page_table_h: T.handle, lengths_h: T.handle,
@@ -107,15 +77,14 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
         rows = T.meta_var(T.Cast("int32", t))
         load_at = T.alloc_buffer((5,), "int32", scope="local")       # where the copies are
         at = T.alloc_buffer((5,), "int32", scope="local")            # where the arithmetic is
-        score = T.alloc_buffer((MT, NT, 4), "float32", scope="local")
         acc = T.alloc_buffer((KS, NT, 4), "float32", scope="local")
         query = T.alloc_buffer((KS, NT, 2), "uint32", scope="local")
-        prob = T.alloc_buffer((MT, NT, 2), "uint32", scope="local")
-        frag = T.alloc_buffer((4,), "uint32", scope="local")
+        words = T.alloc_buffer((1,), "uint32", scope="local")
         top = T.alloc_buffer((NT, 2), "float32", scope="local")      # running maximum, log2 units
         total = T.alloc_buffer((NT, 2), "float32", scope="local")    # this lane's share of the running sum
         page = T.alloc_buffer((PAGES,), "int32", scope="local")
         factor: T.float32
+        weight: T.float32
         value: T.float32
         other: T.float32
         peak: T.float32
@@ -188,19 +157,9 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
                 for i in T.unroll(PASSES):
                     r = T.meta_var((lane + 32 * i) // CHUNKS)
                     page[i] = 0
-                    if T.And(base + r < load_at[LENGTH], base + r >= load_at[LENGTH] - WINDOW if WINDOWED else T.bool(True)):
+                    if T.And(base + r < load_at[LENGTH], tile.visible(base + r, load_at[LENGTH])):
                         page[i] = page_table[load_at[ROW], (base + r) // PS]
-            for i in T.unroll(PASSES):
-                r = T.meta_var((lane + 32 * i) // CHUNKS)
-                c = T.meta_var((lane + 32 * i) % CHUNKS)
-                live = T.meta_var(T.And(base + r < load_at[LENGTH],
-                                        base + r >= load_at[LENGTH] - WINDOW if WINDOWED else T.bool(True)))
-                bytes = T.meta_var(T.if_then_else(live, T.uint32(16), T.uint32(0)))
-                for j in T.unroll(2):
-                    T.ptx[COPY16](ring.ptr_to([warp, into, j, chunk(r, c), 0]),
-                                  pages.ptr_to([layer, T.Cast("int64", page[page_slot(i)]), j,
-                                                T.Cast("int64", load_at[HEAD]), T.Cast("int64", (base + r) % PS), c * 8]),
-                                  16, bytes)
+            copy_rows(ring, warp, into, lane, pages, layer, page, load_at[HEAD], base, load_at[LENGTH], load_at[LENGTH])
 
         @T.inline
         def begin_segment():
@@ -214,64 +173,8 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
                         for j in T.unroll(2):
                             T.ptx["ld.global.nc.b32"](query[k, n, j], q.ptr_to(
                                 [at[ROW], (at[HEAD] * G + head) * D + k * 16 + j * 8 + lane % 4 * 2]))
-                for j in T.unroll(2):
-                    top[n, j] = T.float32(NEG_BIG)
-                    total[n, j] = T.float32(0)
-                for k in T.unroll(KS):
-                    for j in T.unroll(4):
-                        acc[k, n, j] = T.float32(0)
+            reset(acc, top, total)
             begin_tile = at[TILE]
-
-        @T.inline
-        def compute(index):
-            base = at[TILE] * TILE_KEYS + warp * KEYS
-            for m in T.unroll(MT):
-                for n in T.unroll(NT):
-                    for j in T.unroll(4):
-                        score[m, n, j] = T.float32(0)
-                for k in T.unroll(KS):
-                    T.ptx[LDMATRIX](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
-                        [warp, index, 0, chunk(m * 16 + lane % 16, 2 * k + lane // 16), 0]))
-                    for n in T.unroll(NT):
-                        T.ptx[MMA](score[m, n, 0], score[m, n, 1], score[m, n, 2], score[m, n, 3],
-                                   frag[0], frag[1], frag[2], frag[3], query[k, n, 0], query[k, n, 1],
-                                   score[m, n, 0], score[m, n, 1], score[m, n, 2], score[m, n, 3])
-            for n in T.unroll(NT):
-                for m in T.unroll(MT):
-                    for j in T.unroll(4):
-                        key = T.meta_var(base + m * 16 + lane // 4 + j // 2 * 8)
-                        live = T.meta_var(T.And(key < at[LENGTH],
-                                                key >= at[LENGTH] - WINDOW if WINDOWED else T.bool(True)))
-                        score[m, n, j] = T.if_then_else(live, score[m, n, j] * T.float32(SCALE), T.float32("-inf"))
-                for j in T.unroll(2):
-                    peak = T.max(score[0, n, j], score[0, n, j + 2])
-                    for m in T.unroll(MT - 1):
-                        peak = T.max(peak, T.max(score[m + 1, n, j], score[m + 1, n, j + 2]))
-                    for i in T.unroll(3):
-                        peak = T.max(peak, shuffle_xor(peak, 4 << i))
-                    peak = T.max(peak, top[n, j])
-                    T.ptx[EXP2](factor, top[n, j] - peak)
-                    top[n, j] = peak
-                    total[n, j] = total[n, j] * factor
-                    for m in T.unroll(MT):
-                        for i in T.unroll(2):
-                            T.ptx[EXP2](score[m, n, 2 * i + j], score[m, n, 2 * i + j] - peak)
-                            total[n, j] = total[n, j] + score[m, n, 2 * i + j]
-                    for k in T.unroll(KS):
-                        for i in T.unroll(2):
-                            acc[k, n, 2 * i + j] = acc[k, n, 2 * i + j] * factor
-                for m in T.unroll(MT):
-                    for j in T.unroll(2):
-                        T.ptx[PACK_P](prob[m, n, j], score[m, n, 2 * j + 1], score[m, n, 2 * j])
-                        T.ptx["movmatrix.sync.aligned.m8n8.trans.b16"](prob[m, n, j], prob[m, n, j])
-            for m in T.unroll(MT):
-                for k in T.unroll(KS):
-                    T.ptx[LDMATRIX_T](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
-                        [warp, index, 1, chunk(m * 16 + lane % 8 + lane // 16 * 8, 2 * k + lane // 8 % 2), 0]))
-                    for n in T.unroll(NT):
-                        T.ptx[MMA](acc[k, n, 0], acc[k, n, 1], acc[k, n, 2], acc[k, n, 3],
-                                   frag[0], frag[1], frag[2], frag[3], prob[m, n, 0], prob[m, n, 1],
-                                   acc[k, n, 0], acc[k, n, 1], acc[k, n, 2], acc[k, n, 3])
 
         @T.inline
         def block_of(result, place):
@@ -315,13 +218,13 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
                     value = T.float32(0)
                     other = T.float32(0)
                     for w in T.unroll(WARPS):
-                        T.ptx[EXP2](score[0, 0, 0], warp_stats[0, w, h] - peak)
-                        factor = factor + score[0, 0, 0] * warp_stats[1, w, h]
-                        value = value + score[0, 0, 0] * merge[w, index, h * MS + e % D]
-                        other = other + score[0, 0, 0] * merge[w, index, h * MS + e % D + 1]
+                        T.ptx[EXP2](weight, warp_stats[0, w, h] - peak)
+                        factor = factor + weight * warp_stats[1, w, h]
+                        value = value + weight * merge[w, index, h * MS + e % D]
+                        other = other + weight * merge[w, index, h * MS + e % D + 1]
                     if whole == 1:
-                        T.ptx[PACK_Y](frag[0], other / factor, value / factor)
-                        T.ptx["st.global.b32"](y.ptr_to([at[ROW], at[HEAD] * (G * D) + e]), frag[0])
+                        T.ptx[PACK_Y](words[0], other / factor, value / factor)
+                        T.ptx["st.global.b32"](y.ptr_to([at[ROW], at[HEAD] * (G * D) + e]), words[0])
                     else:
                         partial[slot, e] = value
                         partial[slot, e + 1] = other
@@ -394,7 +297,7 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
                     advance(load_at)
                     find_pages()
                 T.ptx[COMMIT]()
-                compute(stage)
+                attend(ring, warp, stage, lane, at[TILE] * TILE_KEYS + warp * KEYS, at[LENGTH], query, acc, top, total)
                 work = work + 1
                 if T.Or(at[TILE] + 1 == at[LAST], work == end):
                     T.cuda.warp_sync()

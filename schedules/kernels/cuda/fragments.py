@@ -44,13 +44,14 @@ def early_launch(arch: str) -> bool:
     return arch in ("sm_90", "sm_90a", "sm_100a", "sm_120")
 
 
-def finish(func: Any, early: bool = False, grid: str = "x", shared: bool = True) -> Any:
+def finish(func: Any, early: bool = False, grid: str = "x", shared: bool = True, cluster: int = 1) -> Any:
     """Mark a PrimFunc as scheduled and opaque, so that neither fusion nor a schedule rule touches it. With `early` it is
     launched while the kernel before it still runs and must begin with AWAIT and RELEASE; `grid` names its block indices,
-    `shared` says whether it has dynamic shared memory."""
+    `shared` says whether it has dynamic shared memory, `cluster` blocks along x form a cluster."""
     func = func.with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
     if early:
         func = func.with_attr("tirx.kernel_launch_params", [
+            *["clusterCtaIdx.x"] * (cluster > 1),
             *(f"blockIdx.{axis}" for axis in grid), "threadIdx.x", "tirx.use_programtic_dependent_launch",
             *(["tirx.use_dyn_shared_memory"] if shared else [])])
     return func

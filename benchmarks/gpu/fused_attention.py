@@ -1,0 +1,298 @@
+"""RoPE + append + decode attention in one launch against the kernels one by one, between the two matmuls that surround them
+in a step: 32 layers in one CUDA graph, so that what overlaps in a step overlaps here.
+
+    python -m benchmarks.gpu.fused_attention build FOLDER              # anywhere with nvcc, no GPU needed
+    python -m benchmarks.gpu.fused_attention run FOLDER --out FILE     # on the GPU: TVM runtime and torch
+
+Numbers first: every variant against float64 on ragged lengths, its pages against rope_append's, 100 equal repeats. Then
+microseconds a layer of QKV + attention + O, and what is left of them without the same chain's QKV + O.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+LAYERS = 32
+HIDDEN = {"8b": 4096, "1b": 2048, "7b": 3584}
+CASES = ((1, 512), (8, 512), (1, 2048), (32, 512), (1, 32768), (2, 512), (4, 512), (16, 512), (8, 2048), (1, 8192))
+# (cluster, warps, stages) by rows: what is timed
+VARIANTS = {
+    1: ((8, 4, 2), (8, 4, 3), (8, 4, 4), (16, 4, 2), (16, 4, 3), (16, 2, 2), (16, 2, 4), (4, 4, 3), (4, 8, 2), (8, 8, 2),
+        (8, 8, 3), (8, 2, 4)),
+    8: ((8, 4, 2), (8, 4, 3), (4, 4, 2), (4, 4, 3), (4, 8, 2), (2, 8, 2), (2, 4, 3), (8, 2, 2)),
+    32: ((2, 4, 2), (2, 4, 3), (1, 4, 2), (1, 4, 3), (1, 8, 2), (2, 8, 2), (4, 4, 2)),
+}
+TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
+BUCKETS = (1, 2, 4, 8, 16, 32)
+
+
+def variants(rows: int) -> tuple[tuple[int, int, int], ...]:
+    return VARIANTS[1 if rows <= 2 else 8 if rows <= 8 else 32]
+
+
+def label(cluster: int, warps: int, stages: int) -> str:
+    return f"c{cluster}w{warps}s{stages}"
+
+
+# where code is built
+
+def build(folder: Path) -> None:
+    from relaxpack.kernel_spec import LinearSpec
+    from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
+    from relaxpack.schedules.kernels.cuda.linear import linear
+    from relaxpack.schedules.kernels.cuda.rope_append import rope_append
+    from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
+    from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import FusedTuning
+    from relaxpack.weight_format import FORMATS
+    from tests.helpers import attention_builds as builds
+    from tests.helpers import cuda_harness
+
+    models = {"8b": builds.LLAMA_8B, "1b": builds.LLAMA_1B, "7b": builds.QWEN_7B}
+    kernels: dict[str, tuple[Any, Any]] = {}
+    for model, spec in models.items():
+        kernels[f"rope.{model}"] = spec, rope_append(spec)
+        kernels[f"decode.{model}"] = spec, decode_attention(spec)
+        width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        for rows in BUCKETS:
+            for name, n, k in (("qkv", width, HIDDEN[model]), ("o", HIDDEN[model], spec.num_heads * spec.head_dim)):
+                kernels[f"{name}.{model}.{rows}"] = spec, linear(
+                    LinearSpec(n, k, FORMATS["bf16"], "decode", "bfloat16", "bfloat16", max_rows=rows), "sm_90a")
+        for cluster, warps, stages in sorted({v for some in VARIANTS.values() for v in some}):
+            tuning = FusedTuning(cluster, warps, stages)
+            if tuning.shared_bytes(spec) <= 227 * 1024:
+                kernels[f"fused.{model}.{label(cluster, warps, stages)}"] = spec, rope_append_attention(
+                    spec, 1, tuning=tuning)
+    for name, spec in small(builds.spec).items():
+        kernels[f"rope.{name}"] = spec, rope_append(spec)
+        for cluster, warps, stages in ((8, 4, 2), (4, 2, 3), (1, 4, 2), (16, 1, 2)):
+            tuning = FusedTuning(cluster, warps, stages)
+            kernels[f"fused.{name}.{label(cluster, warps, stages)}"] = spec, rope_append_attention(spec, 1, tuning=tuning)
+    funcs: dict[str, Any] = {}
+    manifest: dict[str, Any] = {"kernels": {}}
+    for name, (spec, kernel) in kernels.items():
+        stages_of = []
+        for i, stage in enumerate(kernel.stages):
+            function = f"{name}.{i}".replace(".", "_")
+            funcs[function] = stage.func
+            stages_of.append({"function": function, "inputs": stage.inputs, "outputs": stage.outputs})
+        manifest["kernels"][name] = {"spec": dataclasses.asdict(spec), "stages": stages_of,
+                                     "temporaries": kernel.temporaries}
+    folder.mkdir(parents=True, exist_ok=True)
+    begin = time.perf_counter()
+    cuda_harness.lower(funcs, "sm_90a").export_library(str(folder / "kernels.so"))
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    print(f"{len(funcs)} functions in {time.perf_counter() - begin:.0f} s, "
+          f"{(folder / 'kernels.so').stat().st_size / 1e6:.1f} MB")
+
+
+def small(spec: Any) -> dict[str, Any]:
+    """Shapes for the numbers only: head_dim, groups, page sizes, window, norm, both dtypes."""
+    return {"d64_norm": spec(8, 2, 64, norm=1e-6), "d96_w": spec(6, 2, 96, window=100),
+            "d128_p64_f16": spec(8, 1, 128, 64, 160, "float16"), "d256": spec(4, 4, 256),
+            "d128_g16_w": spec(16, 1, 128, 64, 160, window=700), "d64_g7": spec(7, 1, 64),
+            "d128_r32_norm": spec(8, 2, 128, norm=1e-6, rotary_dim=32)}
+
+
+# where the GPU is
+
+class Bench:
+    def __init__(self, folder: Path, out: Path, limit: float) -> None:
+        import torch
+
+        from tests.helpers import attention_device
+        self.torch, self.dev = torch, attention_device
+        self.library = attention_device.Library(folder)
+        self.out, self.end = out, time.monotonic() + limit
+        self.rows: list[dict[str, Any]] = []
+        self.failures: list[str] = []
+
+    def record(self, **values: Any) -> None:
+        self.rows.append(values)
+        print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) and v > 0.01 else f"{k} {v}" for k, v in values.items()),
+              flush=True)
+        self.out.write_text(json.dumps({"device": self.torch.cuda.get_device_name(), "rows": self.rows,
+                                        "failures": self.failures}, indent=1) + "\n")
+
+    def require(self, ok: bool, what: str) -> None:
+        if not ok:
+            self.failures.append(what)
+            print("FAILED", what, flush=True)
+
+    def step(self, spec: dict[str, Any], lengths: list[int], layers: int = 2, magnitude: float = 1.0) -> Any:
+        return Step(self.torch, self.dev, spec, lengths, layers, magnitude)
+
+    def check(self, name: str) -> None:
+        """One fused kernel: numbers, pages, repeats."""
+        torch, spec = self.torch, self.library.spec(name)
+        size = spec["page_size"]
+        edges = [1, size - 1, size, size + 1, 3 * size, 63, 64, 65, 700, 128, 129, 511, 512, 513, 1000]
+        worst = 0.0
+        for lengths, magnitude in (([1], 1.0), ([700], 1.0), (edges, 1.0), (edges, 8.0), ([8000, 1, 0, 77], 1.0)):
+            step = self.step(spec, lengths, magnitude=magnitude)
+            buffers = step.buffers(1)
+            launch = self.library.prepare(name, buffers)
+            launch()
+            first, pages = step.y.clone(), step.pages.clone()
+            for _ in range(20):
+                step.y.fill_(float("nan"))
+                launch()
+                self.require(torch.equal(first, step.y), f"{name} {lengths[:4]}: repeats differ")
+            error = self.dev.relative_error(first, step.reference(1))
+            worst = max(worst, error)
+            self.require(error < TOLERANCE[spec["kv_dtype"]], f"{name} {lengths[:4]} x{magnitude}: error {error:.2e}")
+            other = self.step(spec, lengths, magnitude=magnitude)
+            self.library.prepare(f"rope.{name.split('.')[1]}", {**other.buffers(1), "q": torch.empty_like(other.case.q)})()
+            same = (pages.view(torch.int16) == other.pages.view(torch.int16)).float().mean().item()
+            self.require(same > 1 - 1e-6, f"{name} {lengths[:4]}: pages differ from rope_append's ({same})")
+        self.record(kind="numbers", kernel=name, error=worst)
+
+    def time_case(self, model: str, batch: int, length: int) -> None:
+        torch, dev, library = self.torch, self.dev, self.library
+        spec = library.spec(f"rope.{model}")
+        step = self.step(spec, [length] * batch, LAYERS)
+        weights = self.weights(model, spec)
+        x = torch.randn((batch, HIDDEN[model]), device=dev.DEVICE).to(torch.bfloat16)
+        results = torch.empty((batch, HIDDEN[model]), device=dev.DEVICE, dtype=torch.bfloat16)
+        qkv = torch.empty_like(step.qkv)
+        outputs = [torch.empty_like(step.y) for _ in range(LAYERS)]
+        q = torch.empty_like(step.y)
+
+        def surround(layer: int, attend: Any) -> list[Any]:
+            before = library.prepare(f"qkv.{model}.{batch}", {"x": x, "weight": weights[0][layer], "y": qkv, "q": x})
+            after = library.prepare(f"o.{model}.{batch}", {"x": outputs[layer], "weight": weights[1][layer], "y": results,
+                                                           "q": x})
+            return [before, *attend, after]
+
+        def measure(attend: Any, matmuls: bool = True) -> float:
+            calls = [call for layer in range(LAYERS)
+                     for call in (surround(layer, attend(layer)) if matmuls else attend(layer))]
+            return dev.graph_time([lambda: [call() for call in calls]], 15) / LAYERS * 1e6
+
+        def one_by_one(layer: int) -> list[Any]:
+            held = {**step.buffers(layer), "qkv": qkv, "q": q, "y": outputs[layer]}
+            return [library.prepare(f"rope.{model}", held), library.prepare(f"decode.{model}", held)]
+
+        def fused(name: str) -> Any:
+            return lambda layer: [library.prepare(name, {**step.buffers(layer), "qkv": qkv, "y": outputs[layer]})]
+
+        for output in outputs:
+            output.zero_()
+        bare = measure(lambda layer: [])
+        separate = measure(one_by_one)
+        expected = [output.clone() for output in outputs]
+        common = {"kind": "time", "model": model, "batch": batch, "length": length}
+        self.record(**common, kernel="one by one", layer_us=separate, over_matmuls_us=separate - bare,
+                    alone_us=measure(one_by_one, False), matmuls_us=bare)
+        for variant in variants(batch):
+            name = f"fused.{model}.{label(*variant)}"
+            if name not in library or batch * spec["num_kv_heads"] * variant[0] > 2048:
+                continue
+            for output in outputs:
+                output.fill_(float("nan"))
+            layer_us = measure(fused(name))
+            error = max(dev.relative_error(a, b.double()) for a, b in zip(outputs, expected, strict=True))
+            self.require(error < 6e-3, f"{name} {batch}x{length}: differs from one by one by {error:.2e}")
+            self.record(**common, kernel=label(*variant), layer_us=layer_us, over_matmuls_us=layer_us - bare,
+                        alone_us=measure(fused(name), False), difference=error)
+
+    def weights(self, model: str, spec: dict[str, Any]) -> Any:
+        torch = self.torch
+        width = (spec["num_heads"] + 2 * spec["num_kv_heads"]) * spec["head_dim"]
+        shapes = (width, HIDDEN[model]), (HIDDEN[model], spec["num_heads"] * spec["head_dim"])
+        if getattr(self, "held", (None,))[0] != model:
+            self.held = model, [(torch.randn((LAYERS, *shape), device=self.dev.DEVICE, dtype=torch.bfloat16)
+                                 * shape[1] ** -0.5) for shape in shapes]
+        return self.held[1]
+
+    def run(self, models: list[str]) -> None:
+        for name in self.library.names("fused."):
+            if name.split(".")[1] not in HIDDEN:
+                self.check(name)
+        for batch, length in CASES:
+            for model in models:
+                if time.monotonic() > self.end:
+                    return
+                for name in self.library.names(f"fused.{model}.") if (batch, length) == CASES[0] else ():
+                    self.check(name)
+                self.time_case(model, batch, length)
+                self.torch.cuda.empty_cache()
+
+
+class Step:
+    """A decode step's inputs: pages lack the new tokens, `qkv` has them. `case` is what attention then reads."""
+
+    def __init__(self, torch: Any, dev: Any, spec: dict[str, Any], lengths: list[int], layers: int,
+                 magnitude: float) -> None:
+        self.spec, heads, groups, dim = spec, spec["num_heads"], spec["num_kv_heads"], spec["head_dim"]
+        rot, t, size = spec["rotary_dim"], len(lengths), spec["page_size"]
+        self.case = dev.PagedCase(spec, lengths, layers=layers, magnitude=magnitude)
+        dtype, where = self.case.q.dtype, dev.DEVICE
+        g = torch.Generator(where).manual_seed(5)
+        self.qkv = (torch.randn((t, (heads + 2 * groups) * dim), generator=g, device=where) * magnitude).to(dtype)
+        angle = torch.randn((spec["max_position"], rot // 2), generator=g, device=where) * 3
+        self.table = torch.cat([angle.cos(), angle.sin()], 1)
+        self.positions = (self.case.lengths - 1).clamp_min(0) % spec["max_position"]
+        at = (self.case.lengths - 1).clamp_min(0).long()
+        pages = self.case.page_table[torch.arange(t, device=where), at // size].long()
+        self.slots = (pages * size + at % size).int()
+        self.norms = (1 + 0.3 * torch.randn((2, dim), generator=g, device=where)) if spec["qk_norm_epsilon"] else None
+        x = self.qkv.double().reshape(t, -1, dim)
+        values = x[:, heads + groups:]
+        if self.norms is not None:
+            x = x / (x.square().mean(-1, keepdim=True) + spec["qk_norm_epsilon"]).sqrt()
+            x = torch.cat([x[:, :heads] * self.norms[0], x[:, heads:heads + groups] * self.norms[1], values], 1)
+        row = self.table[self.positions.long()].double()[:, None]
+        cos, sin, a, b = row[..., :rot // 2], row[..., rot // 2:], x[..., :rot // 2], x[..., rot // 2:rot]
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., rot:]], -1)
+        self.case.q = turned[:, :heads].reshape(t, -1).to(dtype)
+        new = torch.stack([turned[:, heads:heads + groups], values], 1).to(dtype)
+        if layers == 2:                                   # for the numbers; times overwrite the new token in place
+            self.pages = self.case.pages.clone()
+            self.pages[:, pages, :, :, at % size] = float("nan")
+            self.case.pages[:, pages, :, :, at % size] = new[None].expand(layers, *new.shape).transpose(0, 1)
+        else:
+            self.pages = self.case.pages
+        self.y = self.case.y
+
+    def buffers(self, layer: int) -> dict[str, Any]:
+        held = self.case.buffers(layer)
+        count, per = self.pages.shape[1], self.pages.shape[0] // 2
+        held |= {"pages": self.pages.reshape(2, per * count, *self.pages.shape[2:]), "qkv": self.qkv,
+                 "rope_table": self.table, "positions": self.positions,
+                 "slots": self.slots + layer % per * count * self.spec["page_size"]}
+        return held if self.norms is None else {**held, "q_norm": self.norms[0], "k_norm": self.norms[1]}
+
+    def reference(self, layer: int) -> Any:
+        return self.case.reference(layer)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("build", "run"):
+        command = commands.add_parser(name)
+        command.add_argument("folder", type=Path)
+        if name == "run":
+            command.add_argument("--out", type=Path, required=True, help="JSON file, written after every row")
+            command.add_argument("--limit", type=float, default=100, help="seconds after which nothing new is begun")
+            command.add_argument("--models", default="8b,1b,7b")
+    args = parser.parse_args()
+    if args.command == "build":
+        build(args.folder)
+        return 0
+    bench = Bench(args.folder, args.out, args.limit)
+    bench.run(args.models.split(","))
+    print("FAILURES:" if bench.failures else "all checks passed", *bench.failures, sep="\n")
+    return 1 if bench.failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,166 @@
+"""What a warp of the decode attention kernels does with its 16 (or 32) keys of a tile: copy them into its ring and attend
+to them for all query heads of a KV head, on tensor cores with the operands swapped (S' = K Q', O' = V' P').
+
+Device code to inline; the kernels own the buffers and decide which tiles a warp gets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import relaxpack.tvm_setup  # noqa: F401
+from relaxpack.kernel_spec import AttentionSpec
+from relaxpack.schedules.kernels.cuda.attention_decode_tuning import head_columns, row_chunks
+from relaxpack.schedules.kernels.cuda.fragments import (
+    COPY16,
+    EXP2,
+    LDMATRIX,
+    LDMATRIX_T,
+    LOG2_E,
+    NEG_BIG,
+    mma,
+    pack,
+    shuffle_xor,
+)
+from tvm.script import tirx as T
+
+
+class DecodeTile:
+    """`keys` of a warp's part of a tile. Buffers that the inlines work on: ring (warps, stages, 2, keys * row_chunks, 8)
+    in shared memory; in registers query u32 (steps, columns / 8, 2), acc f32 (steps, columns / 8, 4), and top (in log2
+    units) and total f32 (columns / 8, 2)."""
+
+    def __init__(self, spec: AttentionSpec, key_tiles: int) -> None:
+        D, PS = spec.head_dim, spec.page_size
+        self.spec, self.key_tiles, self.keys = spec, key_tiles, 16 * key_tiles
+        self.columns, self.row_chunks = head_columns(spec), row_chunks(D)
+        self.steps, self.chunks = D // 16, D // 8
+        self.passes = self.keys * self.chunks // 32                  # copy instructions of a warp
+        assert D % 16 == 0 and self.keys * self.chunks % 32 == 0
+        # Page ids can be fetched a tile ahead where every copy instruction of a warp stays within one page.
+        rows = [(32 * i // self.chunks, (32 * i + 31) // self.chunks) for i in range(self.passes)]
+        self.ahead = (PS % self.keys == 0 or self.keys % PS == 0) and all(a // PS == b // PS for a, b in rows)
+        self.pages = max(1, self.keys // PS) if self.ahead else self.passes
+
+    def chunk(self, row: Any, column: Any) -> Any:
+        """Place of 16 bytes in a warp's keys: spread over the banks by XOR where the row is a multiple of 128 bytes."""
+        return row * self.row_chunks + (column ^ (row % 8) if self.chunks % 8 == 0 else column)
+
+    def page_slot(self, i: int) -> int:
+        """Which of the warp's page ids copy instruction i needs."""
+        if not self.ahead:
+            return i
+        return 32 * i // self.chunks // self.spec.page_size if self.pages > 1 else 0
+
+    def visible(self, key: Any, length: Any) -> Any:
+        """Whether the window has the key, for a query at length - 1."""
+        return T.bool(True) if self.spec.window is None else key >= length - self.spec.window
+
+    def copy(self) -> Any:
+        """Inline: keys and values from `base` on → stage `into`; those from `limit` on and outside the window are zero."""
+        chunks, passes, size = self.chunks, self.passes, self.spec.page_size
+
+        @T.inline
+        def copy(ring, warp, into, lane, pages, layer, page, head, base, limit, length):
+            for i in T.unroll(passes):
+                r = T.meta_var((lane + 32 * i) // chunks)
+                c = T.meta_var((lane + 32 * i) % chunks)
+                live = T.meta_var(T.And(base + r < limit, self.visible(base + r, length)))
+                bytes = T.meta_var(T.if_then_else(live, T.uint32(16), T.uint32(0)))
+                for j in T.unroll(2):
+                    T.ptx[COPY16](ring.ptr_to([warp, into, j, self.chunk(r, c), 0]),
+                                  pages.ptr_to([layer, T.Cast("int64", page[self.page_slot(i)]), j,
+                                                T.Cast("int64", head), T.Cast("int64", (base + r) % size), c * 8]),
+                                  16, bytes)
+
+        return copy
+
+    def reset(self) -> Any:
+        """Inline: nothing attended to yet."""
+        KS, NT = self.steps, self.columns // 8
+
+        @T.inline
+        def reset(acc, top, total):
+            for n in T.unroll(NT):
+                for j in T.unroll(2):
+                    top[n, j] = T.float32(NEG_BIG)
+                    total[n, j] = T.float32(0)
+                for k in T.unroll(KS):
+                    for j in T.unroll(4):
+                        acc[k, n, j] = T.float32(0)
+
+        return reset
+
+    def attend(self) -> Any:
+        """Inline: the warp's keys of stage `index`, the first of which is key `base`, go into acc, top and total."""
+        spec, KS, MT, NT = self.spec, self.steps, self.key_tiles, self.columns // 8
+        MMA, PACK, SCALE = mma(spec.kv_dtype), pack(spec.kv_dtype), spec.scale * LOG2_E
+
+        @T.inline
+        def attend(ring, warp, index, lane, base, length, query, acc, top, total):
+            score = T.alloc_buffer((MT, NT, 4), "float32", scope="local")
+            prob = T.alloc_buffer((MT, NT, 2), "uint32", scope="local")
+            frag = T.alloc_buffer((4,), "uint32", scope="local")
+            factor: T.float32
+            peak: T.float32
+            for m in T.unroll(MT):
+                for n in T.unroll(NT):
+                    for j in T.unroll(4):
+                        score[m, n, j] = T.float32(0)
+                for k in T.unroll(KS):
+                    T.ptx[LDMATRIX](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
+                        [warp, index, 0, self.chunk(m * 16 + lane % 16, 2 * k + lane // 16), 0]))
+                    for n in T.unroll(NT):
+                        T.ptx[MMA](score[m, n, 0], score[m, n, 1], score[m, n, 2], score[m, n, 3],
+                                   frag[0], frag[1], frag[2], frag[3], query[k, n, 0], query[k, n, 1],
+                                   score[m, n, 0], score[m, n, 1], score[m, n, 2], score[m, n, 3])
+            for n in T.unroll(NT):
+                for m in T.unroll(MT):
+                    for j in T.unroll(4):
+                        key = T.meta_var(base + m * 16 + lane // 4 + j // 2 * 8)
+                        live = T.meta_var(T.And(key < length, self.visible(key, length)))
+                        score[m, n, j] = T.if_then_else(live, score[m, n, j] * T.float32(SCALE), T.float32("-inf"))
+                for j in T.unroll(2):
+                    peak = T.max(score[0, n, j], score[0, n, j + 2])
+                    for m in T.unroll(MT - 1):
+                        peak = T.max(peak, T.max(score[m + 1, n, j], score[m + 1, n, j + 2]))
+                    for i in T.unroll(3):
+                        peak = T.max(peak, shuffle_xor(peak, 4 << i))
+                    peak = T.max(peak, top[n, j])
+                    T.ptx[EXP2](factor, top[n, j] - peak)
+                    top[n, j] = peak
+                    total[n, j] = total[n, j] * factor
+                    for m in T.unroll(MT):
+                        for i in T.unroll(2):
+                            T.ptx[EXP2](score[m, n, 2 * i + j], score[m, n, 2 * i + j] - peak)
+                            total[n, j] = total[n, j] + score[m, n, 2 * i + j]
+                    for k in T.unroll(KS):
+                        for i in T.unroll(2):
+                            acc[k, n, 2 * i + j] = acc[k, n, 2 * i + j] * factor
+                for m in T.unroll(MT):
+                    for j in T.unroll(2):
+                        T.ptx[PACK](prob[m, n, j], score[m, n, 2 * j + 1], score[m, n, 2 * j])
+                        T.ptx["movmatrix.sync.aligned.m8n8.trans.b16"](prob[m, n, j], prob[m, n, j])
+            for m in T.unroll(MT):
+                for k in T.unroll(KS):
+                    T.ptx[LDMATRIX_T](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
+                        [warp, index, 1, self.chunk(m * 16 + lane % 8 + lane // 16 * 8, 2 * k + lane // 8 % 2), 0]))
+                    for n in T.unroll(NT):
+                        T.ptx[MMA](acc[k, n, 0], acc[k, n, 1], acc[k, n, 2], acc[k, n, 3],
+                                   frag[0], frag[1], frag[2], frag[3], prob[m, n, 0], prob[m, n, 1],
+                                   acc[k, n, 0], acc[k, n, 1], acc[k, n, 2], acc[k, n, 3])
+
+        return attend
+
+
+def tile_range(spec: AttentionSpec, tile_keys: int) -> tuple[Any, Any]:
+    """first_tile(length), last_tile(length): the tiles with a visible key, as expressions over int32."""
+    window = spec.window
+
+    def first(length: Any) -> Any:
+        return T.max(length - window, 0) // tile_keys if window is not None else T.int32(0)
+
+    def last(length: Any) -> Any:
+        return (length + (tile_keys - 1)) // tile_keys
+
+    return first, last
