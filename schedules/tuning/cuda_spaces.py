@@ -38,7 +38,7 @@ def _norm(arch: str) -> KernelFamily:
     def parts(spec: NormSpec) -> Sequence[Part]:
         default, most = norm.default_tuning(spec), -(-spec.hidden_size // 8 // 32) * 32
         launches = (False, True) if early_launch(arch) else (False,)
-        space = SearchSpace({"threads": (64, 128, 256, 512, 1024), "dependent_launch": launches}, asdict(default),
+        space = SearchSpace({"threads": (32, 64, 128, 256, 512, 1024), "dependent_launch": launches}, asdict(default),
                             lambda given: given["threads"] <= most and most <= 8 * given["threads"])
         return (Part(1, None, space),)
 
