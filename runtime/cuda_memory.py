@@ -104,6 +104,28 @@ def fill_zero(tensor: Any, size: int) -> None:
            "clearing memory")
 
 
+class Span:
+    """Two points of the stream and the device's time between them."""
+
+    def __init__(self) -> None:
+        self._marks = (ctypes.c_void_p(), ctypes.c_void_p())
+        for mark in self._marks:
+            _check(_cudart().cudaEventCreate(ctypes.byref(mark)), "creating an event")
+
+    def begin(self) -> None:
+        _check(_cudart().cudaEventRecord(self._marks[0], ctypes.c_void_p(0)), "recording an event")
+
+    def end(self) -> None:
+        _check(_cudart().cudaEventRecord(self._marks[1], ctypes.c_void_p(0)), "recording an event")
+
+    def seconds(self) -> float:
+        """Waits for the end."""
+        _check(_cudart().cudaEventSynchronize(self._marks[1]), "waiting for an event")
+        milliseconds = ctypes.c_float()
+        _check(_cudart().cudaEventElapsedTime(ctypes.byref(milliseconds), *self._marks), "reading the device's clock")
+        return milliseconds.value / 1e3
+
+
 class Event:
     """Marks a point of the stream; `wait` blocks the host until the device has passed it."""
 

@@ -2,7 +2,8 @@
 
 On a CPU each kernel is timed where it stands in the step, between two calls of Python (small ones look a microsecond or two
 slower than they are), and the best of several steps counts. On a GPU a kernel is short against its launch, so where the step
-first comes to it, it is run some times by itself and timed by the device's events, with the caches flushed before each run.
+first comes to it, it is run some times by itself between two events of the device, with the caches flushed before each run
+(that also hides the launch). Such a time holds what an event costs, one to two microseconds.
 """
 
 from __future__ import annotations
