@@ -25,6 +25,7 @@ from relaxpack.kernel_spec import (
     SamplingSpec,
     Stage,
 )
+from relaxpack.passes.fuse_head_sample import specs
 from relaxpack.passes.memory_plan import OVERWRITES
 from relaxpack.passes.rewrite import FunctionRewriter, operands_of, placeholder_name
 from relaxpack.passes.step_table import OPERATIONS
@@ -33,6 +34,7 @@ from relaxpack.placeholders import (
     DECODE_ATTENTION,
     EMBEDDING,
     GLU,
+    HEAD_SAMPLE,
     LINEAR,
     PREFILL_ATTENTION,
     RMS_NORM,
@@ -77,6 +79,8 @@ class _Rewriter(FunctionRewriter):
             return self._attention(name, call, operands)
         if name == SAMPLE:
             return self._sample(call, operands)
+        if name == HEAD_SAMPLE:
+            return self._head_sample(call, operands)
         return None
 
     # -- one method per operation: operands → spec and named buffers --------------------------------------------
@@ -142,6 +146,19 @@ class _Rewriter(FunctionRewriter):
         token_ids, logprobs = call.ty.fields
         kernel = self.provider.sample(SamplingSpec(int(operands[0].ty.shape[1]), "allowed" in buffers))
         return self._call(kernel, buffers, {"token_ids": token_ids, "logprobs": logprobs}, {"operation": "sample"})
+
+    def _head_sample(self, call: Any, operands: list[Any]) -> Any:
+        x, *rest, fmt = operands
+        logits, token_ids, logprobs = call.ty.fields
+        spec, sampling = specs(logits, x, fmt)
+        kernel = self.provider.head_sample(spec, sampling)
+        assert kernel is not None, "FuseHeadSample asks the same"
+        names = ("settings", "counters", "counts", *kernel.persistent)
+        weight, given = rest[:-len(names)], rest[-len(names):]
+        buffers = {"x": x, **self._weight_buffers(spec.weight, spec.out_features, spec.in_features, False, weight),
+                   **dict(zip(names, given, strict=True))}
+        facts = {"operation": "linear", "n": spec.out_features, "k": spec.in_features, "format": spec.weight.name}
+        return self._call(kernel, buffers, {"y": logits, "token_ids": token_ids, "logprobs": logprobs}, facts)
 
     # -- plumbing -------------------------------------------------------------------------------------------------
 

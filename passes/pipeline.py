@@ -25,6 +25,7 @@ from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.fold_norm_weights import FoldNormWeights
 from relaxpack.passes.fold_scales import FoldScales
 from relaxpack.passes.fuse_add_norm import FuseAddNorm
+from relaxpack.passes.fuse_head_sample import FuseHeadSample
 from relaxpack.passes.fuse_residual import FuseResidual
 from relaxpack.passes.fuse_unpack_matmul import FuseUnpackMatmul, FuseUnpackOnly
 from relaxpack.passes.lower_kernels import LowerKernels
@@ -50,7 +51,7 @@ OPTIONAL: dict[str, int] = {
     "SelectRowsEarly": 3, "RewriteCUDAGraph": 3,
 }
 # Passes that run only where they are asked for by name: they cost accuracy or win nothing by measurement (docs/passes.md).
-ON_REQUEST = ("FoldNormWeights", "FuseResidual")
+ON_REQUEST = ("FoldNormWeights", "FuseResidual", "FuseHeadSample")
 HIGHEST_LEVEL = 3
 
 
@@ -103,6 +104,7 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
         ("lower", [
             *([SpecializeBuckets("decode", "t", config.decode_buckets)] if config.decode_buckets else []),
             *([SpecializeBuckets("prefill", "t", config.prefill_buckets)] if config.prefill_buckets else []),
+            *requested("FuseHeadSample", FuseHeadSample(provider)),
             LowerKernels(provider, attention),
             PruneParameters,
             relax.transform.LegalizeOps(),

@@ -22,6 +22,8 @@ Buffer names and types by operation (I = activation dtype of the spec, inputs fi
     sample       logits f32[b, V], settings f32[b, 8], counters i32[b, 8], counts i32[c, V + 512],
                  [allowed i32[m, V/32]]
                  → (in place) counts, token_ids i32[b], logprobs f32[b]; columns of settings and counters: SamplingSpec
+    head_sample  the inputs of linear, then those of sample but logits; what the kernel keeps (`Kernel.persistent`)
+                 → (in place) what is kept, counts; y f32[b, V], token_ids i32[b], logprobs f32[b]
 
 `pages` is kv_dtype[num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] (2 = keys, values; keys after RoPE),
 `num_pages` is the symbolic variable `p`. Stages that touch `pages` take the layer as a scalar int64 parameter named
@@ -176,6 +178,8 @@ class Kernel:
     stages: tuple[Stage, ...]
     source: str                  # "rule:<name>", "tuned:<record id>", "dlight", "library:<name>", "fallback"
     temporaries: dict[str, tuple[tuple[Dim, ...], str]] = field(default_factory=dict)  # name → (shape, dtype)
+    # Inputs of zeros that live as long as the weights; a kernel writes to them and leaves them as it found them.
+    persistent: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
 
 
 class KernelProvider(Protocol):
@@ -196,3 +200,6 @@ class KernelProvider(Protocol):
 
     def sample(self, spec: SamplingSpec) -> Kernel:
         """Raises CompileError for targets that sample on the host (CPUs)."""
+
+    def head_sample(self, spec: LinearSpec, sampling: SamplingSpec) -> Kernel | None:
+        """None where two kernels are better or there is no such kernel."""

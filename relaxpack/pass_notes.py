@@ -10,6 +10,7 @@ NOTES = {
     "FoldScales": "constant factors become part of the weights",
     "FoldNormWeights": "norm weights become part of the matmuls that follow (on request)",
     "FuseResidual": "the residual sum becomes part of the matmul before it (on request)",
+    "FuseHeadSample": "the blocks of the LM head do the first stage of sampling (on request)",
     "CombineParallelMatmul": "query, key, value and gate, up become one matmul each",
     "PruneParameters": "parameters that nobody reads disappear; all functions take the same",
     "PackWeights": "weights in the layout that their kernels read, packed at build",

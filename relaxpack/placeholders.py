@@ -14,6 +14,7 @@ LINEAR = "relaxpack.linear"                # with "+bias", "+residual", "+swiglu
 EMBEDDING = "relaxpack.embedding"
 RMS_NORM = "relaxpack.rms_norm"
 ADD_RMS_NORM = "relaxpack.add_rms_norm"
+HEAD_SAMPLE = "relaxpack.head_sample"      # a linear layer whose logits are sampled
 
 # Gated linear units, f(gate) * up, by what is behind a LINEAR: the Relax operation f.
 GLU = {"swiglu": "relax.nn.silu", "geglu": "relax.nn.gelu_tanh"}

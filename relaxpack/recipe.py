@@ -53,6 +53,8 @@ class ScaleBy:
 
 @dataclass(frozen=True)
 class Filled:
+    """One number everywhere; also the zeros that a kernel keeps between its runs (int32)."""
+
     shape: tuple[int, ...]
     value: float
 

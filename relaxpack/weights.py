@@ -109,7 +109,8 @@ class ParameterMaker:
         if isinstance(recipe, RopeTable):
             return rope_table(recipe)
         if isinstance(recipe, Filled):
-            return _as_float(np.full(recipe.shape, recipe.value, np.float32), dtype)
+            full = np.full(recipe.shape, recipe.value, np.float32)
+            return full.astype(dtype) if dtype == "int32" else _as_float(full, dtype)
         weight = self._weight(recipe, None)
         if isinstance(weight, QuantizedTensor):
             weight = weight.dequantize()

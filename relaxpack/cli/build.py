@@ -42,7 +42,7 @@ from relaxpack.weight_format import WEIGHTS
               help="Which optional passes run: 0 none, 1 folding and memory, 2 fusion, 3 all.")
 @click.option("--disable", "disabled", multiple=True, metavar="PASS", help="Leave an optional pass out. Repeatable.")
 @click.option("--enable", "enabled", multiple=True, metavar="PASS",
-              help="Run a pass that runs on request alone: FoldNormWeights, FuseResidual. Repeatable.")
+              help="Run a pass that runs on request alone: FoldNormWeights, FuseResidual, FuseHeadSample. Repeatable.")
 @click.option("--ignore-config-key", "ignored", multiple=True, metavar="KEY",
               help="Accept an unknown config key unread. Repeatable.")
 @click.option("--embeddings", "embeddings", flag_value="also",

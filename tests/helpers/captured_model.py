@@ -76,11 +76,13 @@ class CapturedModel:
                          limits.prefill_chunk, None, (END,), False)
 
 
-def build(folder: Path, limits: BuildLimits, buckets: dict[str, tuple[int, ...]], embed: bool = False) -> CapturedModel:
+def build(folder: Path, limits: BuildLimits, buckets: dict[str, tuple[int, ...]], embed: bool = False,
+          enabled: frozenset[str] = frozenset()) -> CapturedModel:
     graph_stand_ins.install()
     target = tvm.target.Target({"kind": "llvm"})
     mod = export_model(CONFIG, limits, "float32", "float32", device_sampling=True, embed=embed)
-    config = PipelineConfig(decode_buckets=buckets["decode"], prefill_buckets=buckets["prefill"], cuda_graph=True)
+    config = PipelineConfig(decode_buckets=buckets["decode"], prefill_buckets=buckets["prefill"], cuda_graph=True,
+                            enabled=enabled)
     seen: dict[str, tvm.IRModule] = {}
     final = run_phases(mod, target, phases(PlainKernels(), attention_spec(CONFIG, limits, "float32", "float32"), F32(),
                                            config), lambda phase, after, _: seen.__setitem__(phase, after))
@@ -90,8 +92,8 @@ def build(folder: Path, limits: BuildLimits, buckets: dict[str, tuple[int, ...]]
     _, func = next(exported_functions(seen["lower"]))
     rng = np.random.default_rng(0)
     variables = func.params[num_inputs(func):]
-    parameters = [tvm.runtime.tensor((rng.standard_normal([int(d) for d in v.ty.shape]) * 0.3
-                                      + ("norm" in v.name)).astype(np.float32)) for v in variables]
+    parameters = [tvm.runtime.tensor(np.zeros([int(d) for d in v.ty.shape], np.int32) if str(v.ty.dtype) == "int32" else (
+        rng.standard_normal([int(d) for d in v.ty.shape]) * 0.3 + ("norm" in v.name)).astype(np.float32)) for v in variables]
     return CapturedModel(path, parameters, [v.name for v in variables], final, limits, buckets,
                          ("prefill", "decode", *(["embed"] if embed else [])), step_table(seen["lower"]))
 

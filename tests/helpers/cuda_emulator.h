@@ -242,6 +242,13 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return ((uint64_t)a * b) >> 3
 template <class A, class B> auto max(A a, B b) -> typename std::common_type<A, B>::type { return a != a ? b : (b != b ? a : (a > b ? a : b)); }
 template <class A, class B> auto min(A a, B b) -> typename std::common_type<A, B>::type { return a != a ? b : (b != b ? a : (a < b ? a : b)); }
 template <class V, class U> V atomicAdd(V* p, U v) { V old = *p; *p = old + v; return old; }
+inline unsigned atomicInc(unsigned* p, unsigned most) { unsigned old = *p; *p = old >= most ? 0 : old + 1; return old; }
+inline int __syncthreads_or(int v) {
+  int mine = v, any = 0; emu::cur->slot = &mine; emu::wait(emu::kBlockWait);
+  for (auto& f : emu::fibers) any |= *(const int*)f.slot;
+  emu::wait(emu::kBlockWait);
+  return any != 0;
+}
 template <class V, class U> V atomicMax(V* p, U v) { V old = *p; *p = old > (V)v ? old : (V)v; return old; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }

@@ -24,10 +24,10 @@ CACHE = Path(tempfile.gettempdir()) / f"cuda_emulator_{os.getuid()}"
 
 # mnemonic pattern → C++ statement; %o and %i are the output and input expressions in order
 RULES: list[tuple[str, Any]] = [
-    (r"ld\.global(\.nc)?(\.L\S+?)?\.v4\.b32", lambda o, i, m: f"memcpy4({', '.join(o)}, {i[0]});"),
-    (r"ld\.global(\.nc)?(\.L\S+?)?\.v2\.b32", lambda o, i, m: "".join(
+    (r"ld\.global(\.nc|\.cg)?(\.L\S+?)?\.v4\.b32", lambda o, i, m: f"memcpy4({', '.join(o)}, {i[0]});"),
+    (r"ld\.global(\.nc|\.cg)?(\.L\S+?)?\.v2\.b32", lambda o, i, m: "".join(
         f"memcpy(&{v}, (const char*){i[0]} + {4 * k}, 4);" for k, v in enumerate(o))),
-    (r"ld\.global(\.nc)?(\.L\S+?)?\.b32", lambda o, i, m: f"memcpy(&{o[0]}, {i[0]}, 4);"),
+    (r"ld\.global(\.nc|\.cg)?(\.L\S+?)?\.b32", lambda o, i, m: f"memcpy(&{o[0]}, {i[0]}, 4);"),
     (r"st\.(global|shared)\.v[24]\.b32", lambda o, i, m: "".join(
         f"memcpy(({_base(m)}{i[0]}) + {4 * k}, &{v}, 4);" for k, v in enumerate(i[1:]))),
     (r"st\.global\.b32", lambda o, i, m: f"memcpy((char*){i[0]}, &{i[1]}, 4);"),

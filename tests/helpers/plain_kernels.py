@@ -5,6 +5,7 @@ schedule; weights stay `[N, K]`, gate rows before up rows.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -374,6 +375,31 @@ def _sample(vocab: int, constrained: bool) -> Any:
     return f
 
 
+@functools.cache
+def _head(n: int, k: int) -> Any:
+    """A linear layer that counts its rows in `arrived` and adds the count that it found, which must be zero."""
+    @T.prim_func(private=True, s_tir=True)
+    def f(x_h: T.handle, w: T.Buffer((T.int64(n), T.int64(k)), "float32"), arrived: T.Buffer((T.int64(1),), "int32"),
+          y_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        x = T.match_buffer(x_h, (t, T.int64(k)), "float32")
+        y = T.match_buffer(y_h, (t, T.int64(n)), "float32")
+        found = T.alloc_buffer((1,), "int32")
+        found[0] = arrived[0]
+        for i in range(t):
+            for j in range(n):
+                a = T.alloc_buffer((1,), "float32")
+                a[0] = T.float32(0)
+                for c in range(k):
+                    a[0] = a[0] + x[i, c] * w[j, c]
+                y[i, j] = a[0] + T.Cast("float32", found[0])
+            arrived[0] = arrived[0] + 1
+        for _ in range(t):
+            arrived[0] = arrived[0] - 1
+    return f
+
+
 class PlainKernels:
     """`relaxpack.kernel_spec.KernelProvider` for float32 weights, activations and pages."""
 
@@ -415,6 +441,15 @@ class PlainKernels:
     def prefill_attention(self, spec: AttentionSpec) -> Kernel:
         return _kernel(_attention(spec, True), f"prefill_attention_{spec.window}",
                        ("q", "pages", "page_table", "query_start", "lengths", "layer"), ("y",))
+
+    def head_sample(self, spec: LinearSpec, sampling: SamplingSpec) -> Kernel | None:
+        if spec.max_rows is None or spec.max_rows > 2:
+            return None
+        n, k = spec.out_features, spec.in_features
+        (draw,) = self.sample(sampling).stages
+        return Kernel((Stage(_head(n, k), f"head_{n}x{k}", ("x", "weight", "arrived"), ("y",), ("arrived",)),
+                       replace(draw, inputs=("y", *draw.inputs[1:]))), "rule:plain",
+                      persistent={"arrived": ((1,), "int32")})
 
     def sample(self, spec: SamplingSpec) -> Kernel:
         """No filters. The noise of a draw is another one than a GPU's."""

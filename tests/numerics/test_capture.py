@@ -165,3 +165,18 @@ def test_kernels_of_a_captured_step_are_timed_one_by_one(captured: Any) -> None:
     assert order[0] == "next_token_ids" and order[-1].startswith("sample") and set(order) <= names
     assert sum("attention" in name for name in order) == 2 and all(seconds > 0 for _, seconds in seen.times)
     assert np.isfinite(logits).all()
+
+
+def test_head_and_sampling_in_one_kernel(captured: Any, tmp_path: Path) -> None:
+    """FuseHeadSample changes no bit, in graphs and without, and what its kernel keeps is a parameter of all functions."""
+    fused = build(tmp_path, LIMITS, BUCKETS, enabled=frozenset({"FuseHeadSample"}))
+    assert fused.names.count("head_sample.arrived") == 1
+    heads = {name: [row["kernel"] for row in rows if row["kernel"].startswith("head_")]
+             for name, rows in fused.steps.items()}
+    assert heads == {"decode": [], "decode_1": ["head_61x32"], "decode_2": ["head_61x32"], "decode_4": [], "prefill": [],
+                     "prefill_4": [], "prefill_8": [], "sample": []}
+    path, parameters, _ = captured
+    for graphs in (False, True):
+        for one, two in zip(steps(Runner(path, parameters, graphs)), steps(Runner(fused.path, fused.parameters, graphs)),
+                            strict=True):
+            np.testing.assert_array_equal(one, two)

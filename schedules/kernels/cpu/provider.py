@@ -98,6 +98,9 @@ class CpuKernels:
         return self._attention("prefill_attention", spec, prefill_attention,
                                ("q", "pages", "page_table", "query_start", "lengths", "layer"), ("y",))
 
+    def head_sample(self, spec: LinearSpec, sampling: SamplingSpec) -> None:
+        return None
+
     def sample(self, spec: SamplingSpec) -> Kernel:
         raise CompileError("on a CPU tokens are sampled by the runtime")
 

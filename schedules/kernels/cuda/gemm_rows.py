@@ -11,6 +11,8 @@ their partial sums meet in shared memory and are added in a fixed order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.common import device, glu_product, linear_func, mma_name
 from tvm.script import tirx as T
@@ -22,11 +24,13 @@ LOAD_X = "ld.global.v4.b32"
 
 def rows_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 8, strips: int = 1, warps: int = 8,
               unroll: int = 2, bias: bool = False, residual: bool = False, glu: str | None = None,
-              dependent_launch: bool = False):
+              dependent_launch: bool = False, tail: tuple[Any, Any] | None = None):
     """Inline over x `[t, K]`, weight `[N, K]`, [bias f32 `[N]`], [residual `[t, N]`] → y `[t, N]` (`[t, N/2]` with
     `glu`, where rows come in blocks of 8 gate rows, then their 8 up rows).
 
-    columns: rows of x per block (multiple of 8); strips: blocks of 16 weight rows per warp; unroll: chunks in flight."""
+    columns: rows of x per block (multiple of 8); strips: blocks of 16 weight rows per warp; unroll: chunks in flight.
+    `tail`: what a block ends with, a maker of its shared buffers and an inline over these, y, bx, tx, rows and `after`,
+    which the body was given for it."""
     gated = glu is not None
     assert K % 8 == 0 and columns % 8 == 0 and (not gated or N % 16 == 0)
     BM, NT, W, U = 16 * strips, columns // 8, warps, unroll
@@ -38,7 +42,8 @@ def rows_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 8, s
     PITCH = BM + 4                                  # shared row pitch in floats: no bank conflicts when writing
     OUT = N // 2 if gated else N
     BO = BM // 2 if gated else BM                  # outputs per block and row of x
-    THREADS = W * 32
+    THREADS, has_tail = W * 32, tail is not None
+    tail_shared, tail_end = tail if tail is not None else (lambda pool: None, None)
     REG_W, REG_X, ACC = U * strips * 16, 8 * NT, strips * NT * 4
 
     @T.inline
@@ -61,7 +66,7 @@ def rows_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 8, s
         y[m, bx * BO + f] = T.Cast(out_dtype, total[0])
 
     @T.inline
-    def body(x, weight, bias_buffer, residual_buffer, y, t):
+    def body(x, weight, bias_buffer, residual_buffer, y, t, after=None):
         with device():
             bx, by = T.cta_id([T.int32(-(-N // BM)), T.Cast("int32", T.ceildiv(t, columns))])
             wid = T.warp_id([W])
@@ -71,6 +76,7 @@ def rows_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 8, s
             q = T.meta_var(lane % 4)
             pool = T.SMEMPool()
             partial = pool.alloc((W, columns * PITCH), "float32", align=16)
+            shared = T.meta_var(tail_shared(pool))
             pool.commit()
             w = T.alloc_buffer((REG_W,), "uint32", scope="local")
             v = T.alloc_buffer((REG_X,), "uint32", scope="local")
@@ -134,6 +140,8 @@ def rows_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 8, s
                 if item < columns * BO:
                     if T.And(m < rows, bx * BO + f < OUT):
                         store(partial, bias_buffer, residual_buffer, y, total, bx, m, item // BO, f)
+            if has_tail:
+                tail_end(shared, y, bx, tx, rows, after)
 
     return body
 

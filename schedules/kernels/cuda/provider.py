@@ -25,6 +25,7 @@ from relaxpack.schedules.kernels.cuda import packing
 from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
 from relaxpack.schedules.kernels.cuda.embedding import embedding
+from relaxpack.schedules.kernels.cuda.head_sample import head_sample
 from relaxpack.schedules.kernels.cuda.library import library_linear
 from relaxpack.schedules.kernels.cuda.linear import linear
 from relaxpack.schedules.kernels.cuda.norm import norm_kernel
@@ -47,6 +48,7 @@ class CudaKernels:
         self.target, self.arch = target, target.arch
         self._library_for, self._tuned = library_for, tuned
         self._kernels: dict[Hashable, Kernel] = {}
+        self._fused: dict[Hashable, Kernel | None] = {}
 
     def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
         return packing.weight_layout(weight, out_features, in_features, gated)
@@ -83,6 +85,14 @@ class CudaKernels:
 
     def sample(self, spec: SamplingSpec) -> Kernel:
         return self._cached(("sample", spec), lambda: sample(spec, self.arch))
+
+    def head_sample(self, spec: LinearSpec, sampling: SamplingSpec) -> Kernel | None:
+        if self._library_for(spec) is not None:
+            return None
+        key = ("head_sample", spec, sampling)
+        if key not in self._fused:
+            self._fused[key] = head_sample(spec, sampling, self.arch)
+        return self._fused[key]
 
     def asked(self) -> list[tuple[str, Any, Kernel]]:
         """The questions so far: operation, spec and answer."""

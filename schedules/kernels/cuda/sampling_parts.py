@@ -23,8 +23,10 @@ TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, TYPICAL_P = range(le
 TOP_K, SEED_LOW, SEED_HIGH, POSITION, COUNTS_ROW, MASK_ROW = range(len(SAMPLING_COUNTERS))
 
 
-def sampling_parts(spec: SamplingSpec) -> SimpleNamespace:
-    """Script functions for this vocabulary, by name."""
+def sampling_parts(spec: SamplingSpec, fresh: bool = False) -> SimpleNamespace:
+    """Script functions for this vocabulary, by name. `fresh`: the logits were written by other blocks of the same kernel, so
+    they are read from L2."""
+    LOAD = "ld.global.cg" if fresh else "ld.global.nc"
     V, MASKED, WIDE = spec.vocab_size, spec.constrained, spec.vocab_size % 4 == 0
 
     @T.inline
@@ -65,12 +67,15 @@ def sampling_parts(spec: SamplingSpec) -> SimpleNamespace:
             values[offset + i] = T.float32("-inf")
         if WIDE:
             if first < V:
-                T.ptx["ld.global.nc.v4.b32"](values[offset], values[offset + 1], values[offset + 2], values[offset + 3],
+                T.ptx[LOAD + ".v4.b32"](values[offset], values[offset + 1], values[offset + 2], values[offset + 3],
                                              logits.ptr_to([row, first]))
         else:
             for i in T.unroll(4):
                 if first + i < V:
-                    values[offset + i] = logits[row, first + i]
+                    if fresh:
+                        T.ptx["ld.global.cg.b32"](values[offset + i], logits.ptr_to([row, first + i]))
+                    else:
+                        values[offset + i] = logits[row, first + i]
 
     @T.inline
     def load_counts4(seen, counts, counts_row, first, offset):

@@ -20,29 +20,30 @@ from relaxpack.schedules.kernels.cuda.sampling_parts import (
 from tvm.script import tirx as T
 
 SCAN_THREADS, SCAN_VECTORS = 256, 4          # 4096 logits a block
+SCAN_LOGITS = SCAN_THREADS * SCAN_VECTORS * 4
 TOPS = SCAN_THREADS // 16                    # maxima of 256 logits each that are left for stage two
 
 
 def scan_blocks(vocab_size: int) -> int:
-    return -(-vocab_size // (SCAN_THREADS * SCAN_VECTORS * 4))
+    return -(-vocab_size // SCAN_LOGITS)
 
 
-def sample_scan_function(spec: SamplingSpec, early: bool) -> Any:
-    V, MASKED = spec.vocab_size, spec.constrained
-    WORDS, BLOCKS, SCAN_WARPS = -(-V // 32), scan_blocks(spec.vocab_size), SCAN_THREADS // 32
-    WIDTH = counts_width(V)
-    MAXIMA = BLOCKS * TOPS
-    parts = sampling_parts(spec)
+def scan_shared(pool: Any) -> tuple[Any, Any]:
+    warps = SCAN_THREADS // 32
+    return pool.alloc((5, warps), "float32", align=16), pool.alloc((3, warps), "int32", align=16)
+
+
+def scan_part(spec: SamplingSpec, early: bool, fresh: bool = False) -> Any:
+    """Inline: what a block of SCAN_THREADS threads finds in one part of a row. `fresh`: the logits were written by other
+    blocks of the same kernel. `scan_shared` makes its first two arguments."""
+    V, SCAN_WARPS = spec.vocab_size, SCAN_THREADS // 32
+    parts = sampling_parts(spec, fresh)
     philox, gumbel, load4, load_counts4 = parts.philox, parts.gumbel, parts.load4, parts.load_counts4
     adjust, better, combine_sums, filtered = parts.adjust, parts.better, parts.combine_sums, parts.filtered
     find_stale = parts.find_stale
 
     @T.inline
-    def scan(logits, settings, counters, counts, allowed, sums, picks, tops, part, row, tx):
-        pool = T.SMEMPool()
-        shared_f = pool.alloc((5, SCAN_WARPS), "float32", align=16)
-        shared_i = pool.alloc((3, SCAN_WARPS), "int32", align=16)
-        pool.commit()
+    def scan(shared_f, shared_i, logits, settings, counters, counts, allowed, sums, picks, tops, part, row, tx):
         lane = T.meta_var(tx % 32)
         warp = T.meta_var(tx // 32)
         x = T.alloc_buffer((4 * SCAN_VECTORS,), "float32", scope="local")
@@ -161,6 +162,15 @@ def sample_scan_function(spec: SamplingSpec, early: bool) -> Any:
             picks[row, part, 1] = score_token
             picks[row, part, 2] = bad
 
+    return scan
+
+
+def sample_scan_function(spec: SamplingSpec, early: bool) -> Any:
+    V, MASKED = spec.vocab_size, spec.constrained
+    WORDS, BLOCKS, WIDTH = -(-V // 32), scan_blocks(spec.vocab_size), counts_width(V)
+    MAXIMA = BLOCKS * TOPS
+    scan = scan_part(spec, early)
+
     if MASKED:
         @T.prim_func
         def sample_scan(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
@@ -179,7 +189,10 @@ def sample_scan_function(spec: SamplingSpec, early: bool) -> Any:
             T.device_entry()
             part, row = T.cta_id([BLOCKS, T.Cast("int32", b)])
             tx = T.thread_id([SCAN_THREADS])
-            scan(logits, settings, counters, counts, allowed, sums, picks, tops, part, row, tx)
+            pool = T.SMEMPool()
+            shared_f, shared_i = T.meta_var(scan_shared(pool))
+            pool.commit()
+            scan(shared_f, shared_i, logits, settings, counters, counts, allowed, sums, picks, tops, part, row, tx)
     else:
         @T.prim_func
         def sample_scan(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
@@ -196,5 +209,8 @@ def sample_scan_function(spec: SamplingSpec, early: bool) -> Any:
             T.device_entry()
             part, row = T.cta_id([BLOCKS, T.Cast("int32", b)])
             tx = T.thread_id([SCAN_THREADS])
-            scan(logits, settings, counters, counts, None, sums, picks, tops, part, row, tx)
+            pool = T.SMEMPool()
+            shared_f, shared_i = T.meta_var(scan_shared(pool))
+            pool.commit()
+            scan(shared_f, shared_i, logits, settings, counters, counts, None, sums, picks, tops, part, row, tx)
     return sample_scan
