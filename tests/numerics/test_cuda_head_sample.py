@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relaxpack.kernel_spec import Kernel, LinearSpec, SamplingSpec
+from relaxpack.kernel_spec import COUNT_BITS, FIRST_EDIT, IN_PROMPT, Kernel, LinearSpec, SamplingSpec, counts_width
 from relaxpack.schedules.kernels.cuda import sampling_pick
 from relaxpack.schedules.kernels.cuda.head_sample import head_sample
 from relaxpack.schedules.kernels.cuda.sampling import sample
@@ -46,9 +46,13 @@ class Run:
         for i in range(rows):
             self.settings[i, :6], self.settings[i, 6] = SETTINGS[i], 1
             self.counters[i] = (0, *rng.integers(0, 2**31, 3), 1 if i == PENALISED else -1, -1, 0, 0)
-        self.counts = np.zeros((2, vocab), np.int32)
-        self.counts[1, ::3] = 2
-        self.counts[1, ::5] |= sampling_case.IN_PROMPT
+        self.counts = np.zeros((2, counts_width(vocab)), np.int32)
+        self.counts[1, :vocab:3] = 2
+        self.counts[1, :vocab:5] |= IN_PROMPT
+        self.counts[1, :vocab:7] |= FIRST_EDIT << COUNT_BITS            # a bias for these, a ban for those
+        self.counts[1, 1:vocab:11] = FIRST_EDIT + 1 << COUNT_BITS
+        self.counts[1, vocab + 1] = -1
+        self.counts[1, vocab + FIRST_EDIT:vocab + FIRST_EDIT + 2] = np.array([1.5, -np.inf], np.float32).view(np.int32)
         self.seen = self.counts.copy()
         self.arrived = np.zeros(parts, np.int32)
         self.sums, self.picks = np.full((rows, parts, 5), np.nan, np.float32), np.full((rows, parts, 3), -7, np.int32)
