@@ -11,21 +11,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from relaxpack.kernel_spec import COUNT_BITS, IN_PROMPT
 from relaxpack.relax_models.export import BuildLimits
-from relaxpack.runtime.cuda_executor import CudaExecutor
-from relaxpack.runtime.cuda_model_runner import CudaModelRunner
-from relaxpack.runtime.device_counts import MOST_EDITS, DeviceCounts
+from relaxpack.runtime.device_counts import DeviceCounts
 from relaxpack.runtime.engine import Engine
-from relaxpack.runtime.executor import HostExecutor
 from relaxpack.runtime.request import Request
 from relaxpack.runtime.sampler import NOTHING_ALLOWED, SamplingState
-from relaxpack.runtime.sampling_params import Grammar, SamplingParams
+from relaxpack.runtime.sampling_params import SamplingParams
+from tests.helpers import sampling_requests
 from tests.helpers.captured_model import CapturedModel, build, host_memory, runner
+from tests.helpers.sampling_requests import GREEDY, PENALTIES, check_counts, check_greedy
 
 LIMITS = BuildLimits(64, max_batch=6, prefill_chunk=48, page_size=4)
 VOCAB = 61
-END = 7
 
 
 @pytest.fixture(scope="module")
@@ -38,46 +35,11 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     host_memory(monkeypatch)
 
 
-class Thirds:
-    """A grammar: after token t comes one of those that are t + 1 modulo 3, but after multiples of 5 anything."""
-
-    def __init__(self, last: int = 1) -> None:
-        self.last = last
-
-    def mask(self) -> np.ndarray | None:
-        allowed = np.arange(VOCAB - 4) % 3 == (self.last + 1) % 3       # shorter than the vocabulary: the rest is forbidden
-        return None if self.last % 5 == 0 else allowed
-
-    def accept(self, token_id: int) -> bool:
-        mask = self.mask()
-        self.last, before = token_id, mask
-        return before is None or bool(token_id < len(before) and before[token_id])
-
-    complete = False
-
-    def fork(self) -> Thirds:
-        return Thirds(self.last)
-
-
 def engine(model: CapturedModel, on_device: bool = True, **options: object) -> Engine:
-    made, _ = runner(model, **options)  # type: ignore[arg-type]
-    executor = CudaExecutor(made) if on_device else HostExecutor(made)
-    return Engine(made, executor=executor, end_token_ids=(END,), make_constraint=lambda grammar: Thirds())
+    return sampling_requests.engine(runner(model, **options)[0], on_device)  # type: ignore[arg-type]
 
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-PENALTIES = replace(GREEDY, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3)
-SETTINGS = {
-    "penalties": PENALTIES,
-    "bias": replace(GREEDY, logit_bias={3: 2.5, 11: -100.0, 40: 1.0, 60: 3.0}),
-    "min_tokens": replace(GREEDY, ignore_eos=False, min_tokens=9, logit_bias={END: 100.0}),
-    "bad words": replace(GREEDY, repetition_penalty=0.8, bad_words=((4,), (20, 21), (33,))),
-    "grammar": replace(GREEDY, grammar=Grammar("regex", "thirds")),
-    "all": replace(PENALTIES, logit_bias={5: 4.0, END: 9.0}, min_tokens=12, bad_words=((5, 5), (9,)), ignore_eos=False,
-                   grammar=Grammar("regex", "thirds")),
-    "logprobs": replace(PENALTIES, logprobs=3),
-    "many": replace(GREEDY, logit_bias={i: float(i % 5) for i in range(VOCAB)}, bad_words=((1,),) * MOST_EDITS),
-}
+SETTINGS = sampling_requests.settings(VOCAB)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -87,20 +49,7 @@ def prompts(count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_greedy_tokens_equal_those_of_the_host(model: CapturedModel, name: str) -> None:
-    """A batch of the same settings, so that all of it runs ahead where it may; lengths differ, so that steps are dropped."""
-    params = [replace(SETTINGS[name], max_tokens=24 + i) for i in range(4)]
-    device, host = (engine(model, on_device) for on_device in (True, False))
-    got, want = device.generate(prompts(4), params), host.generate(prompts(4), params)
-    assert [c.choices[0].token_ids for c in got] == [c.choices[0].token_ids for c in want]
-    assert [c.choices[0].finish_reason for c in got] == [c.choices[0].finish_reason for c in want]
-    plain = engine(model).generate(prompts(4), [replace(GREEDY, max_tokens=p.max_tokens) for p in params])
-    assert any(a.choices[0].token_ids != b.choices[0].token_ids for a, b in zip(got, plain, strict=True)), "no effect"
-    assert device._ahead is not None
-    assert (device._ahead.used > 0) is (name in ("penalties", "bias", "min_tokens")), "what can run ahead"
-    if name == "logprobs":
-        for one, other in zip(got, want, strict=True):
-            for a, b in zip(one.choices[0].logprobs or [], other.choices[0].logprobs or [], strict=True):
-                assert [t for t, _ in a.top] == [t for t, _ in b.top] and abs(a.logprob - b.logprob) < 1e-5
+    check_greedy(engine(model), engine(model, on_device=False), engine(model), prompts(4), name)
 
 
 def storm(made: Engine, seed: int) -> tuple[list[Request], set[int]]:
@@ -146,27 +95,16 @@ def test_a_storm_of_requests_gets_what_the_host_gives_each_alone(model: Captured
 
 
 def test_counts_on_the_device_are_those_of_the_tokens(model: CapturedModel) -> None:
-    """After steps were dropped: another request arrives while a step runs ahead, and its own end drops one."""
+    """At every step, though some are dropped: another request arrives while a step runs ahead."""
     made = engine(model)
     first = made.add(prompts(1)[0], replace(PENALTIES, logit_bias={2: 0.5}))
-    for step in range(12):
-        made.step()
-        if step == 4:
-            made.add(prompts(2)[1], replace(GREEDY, max_tokens=3))
-    assert made._ahead is not None and made._ahead.dropped > 0
-    executor, counted = made.executor, made.runner
-    assert isinstance(executor, CudaExecutor) and isinstance(counted, CudaModelRunner)
-    state = first.sequences[0].sampling
-    made._ahead.forget()            # the next submit draws for the same position again
     made.step()
-    words = counted._counts.numpy()[executor._counts._rows[state].index].copy()
-    drawn_ahead = words[VOCAB + 1] == state.num_output
-    words[words[VOCAB]] -= drawn_ahead      # of the step that runs ahead now
-    expected = np.zeros(VOCAB, np.int32)
-    expected[first.prompt_ids] |= IN_PROMPT
-    np.add.at(expected, first.sequences[0].output_ids, 1)
-    expected[2] |= 2 << COUNT_BITS
-    np.testing.assert_array_equal(words[:VOCAB], expected)
+    for step in range(20):
+        if step in (4, 10):
+            made.add(prompts(2)[1], replace(PENALTIES, max_tokens=3))
+        made.step()
+        check_counts(made, first.sequences[0])
+    assert made._ahead is not None and made._ahead.dropped >= 2
 
 
 def test_a_seed_gives_the_same_text_alone_and_beside_anything(model: CapturedModel) -> None:
