@@ -74,6 +74,19 @@ def test_measurements(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.dumps([rates, loading, tables])
 
 
+def test_steps_by_what_is_asked_of_their_sampling(visit: ModuleType, model: CapturedModel,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    import sampling_steps
+
+    captured_model.host_memory(monkeypatch)
+    runner, _ = captured_model.runner(model, num_pages=80)
+    found = sampling_steps.measure(runner, (1, 2, 99), steps=32)
+    assert found["device"].keys() == sampling_steps.SETTINGS.keys() and set(found["host"]) == set(sampling_steps.ON_HOST)
+    assert all(ms > 0 for where in ("device", "host") for times in found[where].values() for ms in times.values())
+    stopped = sampling_steps.measure(runner, (1,), steps=32, done=lambda result: False)
+    assert len(stopped["device"]) == 1 and not stopped["host"]
+
+
 def test_a_bundle_of_a_seed_loads_and_answers(model: CapturedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From what `build_models.py` leaves: a library and a description."""
     import random_bundle
