@@ -18,7 +18,7 @@ from relaxpack.target import TargetSpec
 from relaxpack.tuning_record import Facts
 
 # By kind of target; raised when a parametrised kernel changes so that its old measurements say nothing about it any more.
-KERNELS_GENERATION = {"cpu": 1, "cuda": 1}
+KERNELS_GENERATION = {"cpu": 1, "cuda": 2}
 _SM_COUNT, _L2_BYTES = 16, 38    # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, _L2_CACHE_SIZE (cuda.h)
 
 

@@ -129,6 +129,25 @@ def quant_variants() -> list[dict[str, Any]]:
     return found
 
 
+def fp8_variants() -> list[dict[str, Any]]:
+    """fp8 weights alone: the checks of `check` and what `linear.py` picks for a few rows of the 8B."""
+    from relaxpack.kernel_spec import LinearSpec
+    from relaxpack.schedules.kernels.cuda.linear import quantized_plan
+    from relaxpack.weight_format import FORMATS
+
+    found = {v["name"]: v for v in check_variants() if (v["weight"] or "").startswith("fp8")}
+    for linear, (n, k, swiglu) in LINEARS.items():
+        for weight in ("fp8", "fp8_block") if linear in ("8b.qkv", "8b.o", "8b.gate_up", "8b.down") else ():
+            for rows in (1, 16, 64):
+                spec = LinearSpec(n, k, FORMATS[weight], "decode", "bfloat16", "bfloat16", glu="swiglu" if swiglu else None,
+                                  max_rows=rows)
+                family, options = quantized_plan(spec, rows, hopper=True)
+                v = variant({"gemm_rows_quant": "quant", "gemm_few_quant": "few_quant"}[family], (n, k), linear=linear,
+                            weight=weight, swiglu=swiglu, dependent_launch=True, **options)
+                found.setdefault(v["name"], v)["rows"].append(rows)
+    return list(found.values())
+
+
 def many_variants() -> list[dict[str, Any]]:
     """128 rows and more in bf16."""
     found = []
@@ -225,7 +244,7 @@ def any_variants() -> list[dict[str, Any]]:
 
 def group_variants() -> dict[str, list[dict[str, Any]]]:
     """Group name → variants without duplicates; a group is one library and one process on the GPU machine."""
-    groups = {"check": check_variants(), "few": few_variants(), "quant": quant_variants(), "chain": chain_variants(),
-              "many": many_variants(), "plan": plan_variants(), "explore": explore_variants(), "compare": compare_variants(),
-              "any": any_variants()}
+    groups = {"check": check_variants(), "few": few_variants(), "quant": quant_variants(), "fp8": fp8_variants(),
+              "chain": chain_variants(), "many": many_variants(), "plan": plan_variants(), "explore": explore_variants(),
+              "compare": compare_variants(), "any": any_variants()}
     return {name: list({v["name"]: v for v in variants}.values()) for name, variants in groups.items()}

@@ -1,8 +1,10 @@
 // CPU stand-ins for the parts of CUDA C++ that TVM's generated kernels use. Every CUDA thread is a fiber; warp and
-// block collectives are barriers between fibers, cp.async completes only at its wait, shared memory starts as NaN. The
-// blocks of a cluster run together; a remote shared address carries the block's rank + 1 above bit 20.
+// block collectives are barriers between fibers, cp.async completes only at its wait, TMA copies some turns after they were
+// asked for, shared memory starts as NaN. The blocks of a cluster run together; a remote shared address carries the block's
+// rank + 1 above bit 20.
 #pragma once
 #include <immintrin.h>
+#include <deque>
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -50,7 +52,7 @@ extern unsigned char* smem;
 struct Copy { void* dst; const void* src; unsigned bytes, zeros; };
 enum State { kRun, kWarpWait, kBlockWait, kClusterWait, kGridWait, kDone };
 struct Fiber {
-  void* sp; unsigned char* stack; State state; Dim3 tid; int index, rank; bool arrived;
+  void* sp; unsigned char* stack; State state; Dim3 tid; int index, rank, stores; bool arrived;
   std::vector<std::vector<Copy>> groups; std::vector<Copy> open;
   const void* slot;
 };
@@ -106,13 +108,20 @@ template <bool TRANS> void ldmatrix4(uint32_t* r, uint32_t addr) {
   }
   wait(kWarpWait);
 }
-// mbarrier: phase, pending and count in one 64-bit word of shared memory
-struct Barrier { uint16_t phase, pending, count, pad; };
-inline Barrier& barrier(uint32_t addr) { return *(Barrier*)(smem + addr); }
+// mbarrier: phase, arrivals to come, arrivals of a phase and bytes to come in one 64-bit word of shared memory
+unsigned char* shared_of(int rank);
+inline unsigned char* at(uint32_t addr) { return addr >> 20 ? shared_of((addr >> 20) - 1) + (addr & 0xfffff) : smem + addr; }
+struct Barrier { uint16_t phase : 1, pending : 15; uint16_t count; int32_t bytes; };
+inline Barrier& barrier(uint32_t addr) { return *(Barrier*)at(addr); }
 inline void mbarrier_init(uint32_t addr, uint32_t n) { barrier(addr) = {0, (uint16_t)n, (uint16_t)n, 0}; }
-inline void mbarrier_arrive(uint32_t addr) {
+inline void mbarrier_settle(Barrier& b) {
+  if (b.pending == 0 && b.bytes == 0) { b.pending = b.count; b.phase ^= 1; }
+}
+inline void mbarrier_arrive(uint32_t addr, int bytes = 0) {
   Barrier& b = barrier(addr);
-  if (--b.pending == 0) { b.pending = b.count; b.phase ^= 1; }
+  if (b.pending == 0) { fprintf(stderr, "more arrivals than an mbarrier expects\n"); abort(); }
+  b.bytes += bytes; --b.pending;
+  mbarrier_settle(b);
 }
 inline void mbarrier_wait(uint32_t addr, uint32_t parity) {
   long tries = 0;
@@ -147,7 +156,7 @@ template <bool BF> float operand(uint64_t desc, bool k_major, int mn, int k) {
 }
 template <bool BF, int N> void wgmma(float* c, const uint32_t* a, uint64_t a_desc, uint64_t b_desc, bool add, bool a_trans,
                                      bool b_trans) {
-  int g = lane_id() / 4, t = lane_id() % 4, warp = cur->index / kWarp % 4;
+  int g = lane_id() / 4, t = lane_id() % 4, warp = cur->tid.x / kWarp % 4;
   float left[2][16];
   if (a) {
     cur->slot = a; wait(kWarpWait);
@@ -193,8 +202,43 @@ inline void wait_group(size_t left) {
     cur->groups.erase(cur->groups.begin());
   }
 }
+inline void stmatrix4(uint32_t addr, const uint32_t* r) {
+  cur->slot = smem + addr; wait(kWarpWait);
+  for (int m = 0; m < 4; ++m) memcpy((char*)lane(m * 8 + lane_id() / 4).slot + lane_id() % 4 * 4, &r[m], 4);
+  wait(kWarpWait);
+}
+// Two-dimensional TMA: boxes of 16-bit elements, swizzled by the address bits of shared memory, zeros outside.
+struct Map { unsigned char* data; int64_t columns, rows, pitch; int32_t box_columns, box_rows, swizzle, pad; };
+struct Tma { const Map* map; int x, y; unsigned char* base; uint32_t offset; Barrier* done; Fiber* storer; };
+extern std::deque<Tma> in_flight;
+inline void tma_finish(const Tma& c) {
+  const Map& m = *c.map;
+  int bits = m.swizzle ? (1 << m.swizzle) - 1 : 0;
+  for (int r = 0; r < m.box_rows; ++r) for (int j = 0; j < m.box_columns; ++j) {
+    uint32_t a = c.offset + (r * m.box_columns + j) * 2;
+    a ^= (a >> 7 & bits) << 4;
+    bool inside = c.x + j >= 0 && c.x + j < m.columns && c.y + r >= 0 && c.y + r < m.rows;
+    unsigned char* global = m.data + (c.y + r) * m.pitch + (c.x + j) * 2;
+    if (c.storer) { if (inside) memcpy(global, c.base + a, 2); }
+    else if (inside) memcpy(c.base + a, global, 2);
+    else memset(c.base + a, 0, 2);
+  }
+  if (c.storer) { --c.storer->stores; return; }
+  c.done->bytes -= m.box_rows * m.box_columns * 2;
+  mbarrier_settle(*c.done);
+}
+inline void tma_load(uint32_t dst, const void* map, int x, int y, uint32_t bar, unsigned mask) {
+  const Map* m = (const Map*)map;
+  if (dst % 128 || m->box_columns * 2 > (16 << m->swizzle) || m->pitch % 16) { fprintf(stderr, "bad TMA box\n"); abort(); }
+  for (int rank = 0; rank < cluster; ++rank) if (mask >> rank & 1)
+    in_flight.push_back({m, x, y, shared_of(rank), dst, (Barrier*)(shared_of(rank) + bar), nullptr});
+}
+inline void tma_store(const void* map, int x, int y, uint32_t src) {
+  ++cur->stores;
+  in_flight.push_back({(const Map*)map, x, y, smem, src, nullptr, cur});
+}
+inline void tma_wait(int left) { while (cur->stores > left) wait(kRun); }
 // distributed shared memory
-unsigned char* shared_of(int rank);
 inline uint32_t mapa(uint32_t addr, uint32_t rank) {
   if ((int)rank >= cluster) { fprintf(stderr, "mapa: block %u of a cluster of %d\n", rank, cluster); abort(); }
   return addr | (rank + 1) << 20;
@@ -219,6 +263,7 @@ inline void cluster_wait() {
 
 #define threadIdx (emu::cur->tid)
 #define blockIdx (emu::block_idx)
+typedef emu::Map CUtensorMap;
 inline void __syncthreads() { emu::wait(emu::kBlockWait); }
 inline void __syncwarp(unsigned = ~0u) { emu::wait(emu::kWarpWait); }
 inline void __threadfence() {}

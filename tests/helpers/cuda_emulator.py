@@ -60,6 +60,21 @@ RULES: list[tuple[str, Any]] = [
     (r"bar\.sync", lambda o, i, m: f"emu::named_sync({i[0]}, {i[1]});"),
     (r"bar\.arrive", lambda o, i, m: f"emu::named_arrive({i[0]}, {i[1]});"),
     (r"mbarrier\.init\.\S+", lambda o, i, m: f"emu::mbarrier_init({i[0]}, {i[1]});"),
+    (r"mbarrier\.arrive\.expect_tx\.shared\.b64", lambda o, i, m: f"emu::mbarrier_arrive({i[0]}, {i[1]});"),
+    (r"\{ \.reg \.pred p; setp\.ne\.b32 p, %1, 0; @p mbarrier\.arrive\.shared::cluster\.b64", lambda o, i, m:
+        f"if ({i[1]}) emu::mbarrier_arrive({i[0]});"),
+    (r"fence\.mbarrier_init\.release\.cluster", lambda o, i, m: ""),
+    (r"cp\.async\.bulk\.tensor\.2d\.shared::cluster\.global\S*", lambda o, i, m:
+        f"emu::tma_load({', '.join(i[:5])}, {i[5] if 'multicast' in m else '1u << emu::cur->rank'});"),
+    (r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta\S*", lambda o, i, m: f"emu::tma_store({', '.join(i)});"),
+    (r"cp\.async\.bulk\.commit_group", lambda o, i, m: ""),          # every store is a group of its own
+    (r"cp\.async\.bulk\.wait_group(\.read)?", lambda o, i, m: f"emu::tma_wait({m.split()[-1]});"),
+    (r"stmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16", lambda o, i, m:
+        f"{{ uint32_t r[4] = {{{', '.join(i[1:])}}}; emu::stmatrix4({i[0]}, r); }}"),
+    (r"ld\.shared(::cluster)?\.v4\.f32", lambda o, i, m: "".join(
+        f"memcpy(&{v}, emu::at({i[0]}) + {4 * k}, 4);" for k, v in enumerate(o))),
+    (r"st\.global\.v4\.f32", lambda o, i, m: "".join(
+        f"memcpy((char*){i[0]} + {4 * k}, &{v}, 4);" for k, v in enumerate(i[1:]))),
     (r"mbarrier\.arrive\.shared\.b64", lambda o, i, m: f"emu::mbarrier_arrive({i[0]});"),
     (r"\{ \.reg \.pred p; setp\.ne\.b32 p, %1, 0; @p mbarrier\.arrive\.shared\.b64", lambda o, i, m:
         f"if ({i[1]}) emu::mbarrier_arrive({i[0]});"),
@@ -104,12 +119,22 @@ def _translate(match: re.Match[str]) -> str:
     raise NotImplementedError(f"the emulator has no rule for: {text}")
 
 
+class TensorMap(ctypes.Structure):
+    """What a kernel's tensor map says: a row-major 16-bit matrix, the box of one copy and its swizzle (0 to 3)."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("columns", ctypes.c_int64), ("rows", ctypes.c_int64), ("pitch", ctypes.c_int64),
+                ("box_columns", ctypes.c_int32), ("box_rows", ctypes.c_int32), ("swizzle", ctypes.c_int32),
+                ("pad", ctypes.c_int32)]
+
+
 class EmulatedModule:
     """Kernels of one generated CUDA source, callable with NumPy arrays."""
 
     def __init__(self, source: str) -> None:
         body = source[source.index("#define ushort unsigned short"):]
         body = body[body.index("#endif") + len("#endif"):]
+        body = body.replace('asm("barrier.cluster.arrive.aligned;");', "emu::cluster_arrive();")
+        body = body.replace('asm("barrier.cluster.wait.aligned;");', "emu::cluster_wait();")
         body = ASM.sub(_translate, re.sub(r"#include <\w+\.h>\n", "", body))
         body = re.sub(r'asm volatile\(\s*"\{\\n"\s*"\.reg \.pred\s+P1;\\n"\s*"LAB_WAIT.*?"memory"\);',
                       "emu::mbarrier_wait(barrier_addr_int, phase);", body, flags=re.S)
@@ -145,14 +170,17 @@ class EmulatedModule:
 
     def run(self, kernel: str, grid: tuple[int, ...], threads: int, cluster: int = 1, late: Collection[str] = (),
             **arguments: Any) -> None:
-        """Arguments by the kernel's parameter names; a buffer `x` of the PrimFunc is parameter `x_ptr`, given as `x`.
-        Arrays are changed in place. 16-bit floats travel as uint16. `cluster` blocks along x form a cluster. Arrays named
-        in `late` are written by the kernel before: all ones until every thread has passed griddepcontrol.wait."""
+        """Arguments by the kernel's parameter names; a buffer `x` of the PrimFunc is parameter `x_ptr`, given as `x`;
+        a tensor map is given as TensorMap. Arrays are changed in place. 16-bit floats travel as uint16. `cluster` blocks
+        along x form a cluster. Arrays named in `late` are written by the kernel before: all ones until no thread can go on
+        without griddepcontrol.wait."""
         holders, pointers = [], []
         for ctype, name in self.parameters[kernel]:
             short = name.removesuffix("_ptr")
             value = arguments[name if name in arguments else short]
-            if "*" in ctype:
+            if "CUtensorMap" in ctype:
+                holders.append(value)
+            elif "*" in ctype:
                 assert isinstance(value, np.ndarray) and value.flags.c_contiguous, name
                 holders.append(ctypes.c_void_p(value.ctypes.data))
             elif "int64" in ctype:

@@ -3,6 +3,7 @@ references. Shapes must be small; real speed and wgmma kernels are for the tests
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import ml_dtypes
@@ -37,6 +38,8 @@ def _lop3(out: list[str], inp: list[str], mnemonic: str) -> str:
     return f"{{ uint32_t r = {' | '.join(terms)}; {out[0]} = r; }}"
 
 
+ENCODE = re.compile(r'"runtime.cuTensorMapEncodeTiled", (\w+), "\w+", 2, (\w+)\.data, ([\w, ]+)\)')
+
 cuda_emulator.RULES.insert(0, (r"ld\.shared\.v4\.b32", lambda o, i, m: "".join(
     f"memcpy(&{v}, (char*)emu::smem + {i[0]} + {4 * k}, 4);" for k, v in enumerate(o))))
 def _prmt(out: list[str], inp: list[str], mnemonic: str) -> str:
@@ -56,7 +59,6 @@ cuda_emulator.RULES.insert(0, (r"prmt\.b32", _prmt))
 cuda_emulator.RULES.insert(0, (r"cvt\.rn\.f16x2\.e4m3x2", _from_e4m3))
 cuda_emulator.RULES.insert(0, (r"lop3\.b32", _lop3))
 cuda_emulator.RULES.insert(0, (r"fma\.rn\.(bf16|f16)x2", _packed_fma))
-cuda_emulator.RULES.insert(0, (r"griddepcontrol\.\w+", lambda o, i, m: ""))   # one kernel at a time: nothing to wait for
 
 
 def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> np.ndarray:
@@ -103,10 +105,24 @@ def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.full(shape, np.nan, NUMPY[dtype])
 
 
+def tensor_maps(func: Any, arguments: dict[str, Any]) -> dict[str, cuda_emulator.TensorMap]:
+    """What the host part of a kernel encodes with cuTensorMapEncodeTiled, by the name of the map: read off its script."""
+    found = {}
+    for name, buffer, numbers in ENCODE.findall(func.script()):
+        columns, rows, pitch, box_columns, box_rows, *rest = (
+            int(arguments["t"]) if number == "t" else int(number) for number in numbers.split(", "))
+        assert rest[:3] == [1, 1, 0], "the emulator knows dense boxes only"
+        array = arguments[buffer]
+        assert array.size >= rows * columns
+        found[name] = cuda_emulator.TensorMap(array.ctypes.data, columns, rows, pitch, box_columns, box_rows, rest[3], 0)
+    return found
+
+
 def emulate(func: Any, grid: tuple[int, ...], threads: int, arch: str = "sm_90a", machine_code: bool = True,
-            **arguments: Any) -> None:
+            cluster: int = 1, late: tuple[str, ...] = (), **arguments: Any) -> None:
     """Compile one PrimFunc, run it on the emulator. Outputs are written in place. Without `machine_code` nvcc does not see
-    the source, which saves most of the time."""
+    the source, which saves most of the time. `grid` counts blocks, not clusters; for `late` see
+    EmulatedModule.run."""
     if machine_code:
         executable = compile_module(tvm.IRModule({"main": func}), parse_target(f"cuda:{arch}"))
         source = device_modules(executable)[0].inspect_source()
@@ -116,7 +132,7 @@ def emulate(func: Any, grid: tuple[int, ...], threads: int, arch: str = "sm_90a"
     (kernel,) = module.parameters
     views = {name: value.view(np.uint16) if isinstance(value, np.ndarray) and value.dtype.itemsize == 2 else value
              for name, value in arguments.items()}
-    module.run(kernel, grid, threads, **views)
+    module.run(kernel, grid, threads, cluster, late, **views, **tensor_maps(func, arguments))
 
 
 def format_of(name: str) -> WeightFormat:

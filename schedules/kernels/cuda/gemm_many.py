@@ -3,60 +3,78 @@ and 1 multiply (64 rows of the tile each, wgmma m64nBNk16 from shared memory), o
 into a ring of stages. The epilogue (bias, residual, gate) works on the accumulators in registers and leaves through
 stmatrix and TMA stores, which clip at the edges, so any t and any N that is a multiple of 8 is right.
 
-With `cluster` 2, two blocks of neighbouring row tiles share the weight tile by TMA multicast.
+With `cluster` 2, two blocks of neighbouring row tiles share the weight tile by TMA multicast. With `split`, where tiles
+alone would not fill the chip, the blocks of a cluster share one tile and cut K: each sends the others their columns of
+its partial sums through distributed shared memory, adds in a fixed order and stores its own columns. With `skew` the
+second warpgroup starts that many stages late, so that one multiplies while the other is in its epilogue.
 """
 
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.common import SHORT, device, glu_product, linear_func
-from relaxpack.schedules.kernels.cuda.fragments import high, low, pack
+from relaxpack.schedules.kernels.cuda.common import SHORT, device, linear_func
+from relaxpack.schedules.kernels.cuda.fragments import EXP2, LOG2_E, high, low, pack
 from relaxpack.schedules.kernels.cuda.gemm_few import DESC, SW128, WG_FENCE
 from tvm.script import tirx as T
 
-SW64 = 2
+BOX_SWIZZLE = {64: SW128, 32: 2, 16: 1}         # columns of a store box → swizzle of its rows of 128, 64 or 32 bytes
 BM, BK, WG, CONSUMERS = 128, 64, 128, 2
 TMA_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
 TMA_MULTICAST = TMA_LOAD + ".multicast::cluster"
 TMA_STORE = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group"
+ARRIVE, WAIT = "barrier.cluster.arrive.release", "barrier.cluster.wait.acquire"
 STMATRIX = "stmatrix.sync.aligned.m8n8.x4.shared.b16"
+GELU = 2 * (2 / 3.141592653589793) ** 0.5 * LOG2_E
 SHARED_LIMIT = 227 * 1024
 
 
-def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, cluster: int = 1, group_m: int = 8,
-              blocks: int = 132, bias: bool = False, residual: bool = False, glu: str | None = None,
-              dependent_launch: bool = False):
-    """Buffers as in gemm_rows. tile_n: columns of a tile (multiple of 32, at most 256); group_m: row tiles that are walked
-    together to keep their x in L2; blocks: grid size, one block per multiprocessor."""
-    BN, CL = tile_n, cluster
+def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, cluster: int = 1, split: int = 1,
+              skew: int = 0, group_m: int = 8, blocks: int = 132, bias: bool = False, residual: bool = False,
+              glu: str | None = None, dependent_launch: bool = False):
+    """Buffers as in gemm_rows. tile_n: columns of a tile, at most 256; group_m: row tiles that are walked together to keep
+    their x in L2; blocks: grid size, one block per multiprocessor (with `split` there is a cluster for every tile)."""
+    BN, CL, P = tile_n, cluster, split
     gated = glu is not None
     OUT = N // 2 if gated else N
-    BO = BN // 2 if gated else BN                  # output columns of a tile
-    assert N % 8 == 0 and K % 8 == 0 and BN % 32 == 0 and 32 <= BN <= 256 and CL in (1, 2) and blocks % CL == 0
-    assert not gated or (N % 16 == 0 and BO % 32 == 0)
-    ACC = 64 * BN // WG
+    WIDTH = BN // P                                 # columns that one block brings to their end
+    BO = WIDTH // 2 if gated else WIDTH            # its output columns
+    TO = BN // 2 if gated else BN                  # output columns of a tile
+    assert N % 8 == 0 and K % 8 == 0 and BN <= 256 and CL in (1, 2) and blocks % CL == 0 and 1 <= P <= 8
+    assert BO * P == TO and BO % 16 == 0 and (not gated or N % 16 == 0) and (P == 1 or CL == 1)
+    ACC, ACC_OUT = 64 * BN // WG, 64 * WIDTH // WG  # float32 sums of a thread: of the tile, of its block's columns
     tma_store = out_dtype == dtype and OUT % 8 == 0
-    EB = 64 if BO % 64 == 0 else 32                 # columns of one TMA store
+    EB = next(columns for columns in BOX_SWIZZLE if BO % columns == 0)      # columns of one TMA store
     epilogue_bytes = CONSUMERS * 2 * 64 * EB * 2 if tma_store else 0
     stage_bytes = (BM + BN) * BK * 2
     KT, NT = -(-K // BK), -(-N // BN)
-    S = min((SHARED_LIMIT - epilogue_bytes - 2048) // stage_bytes, max(KT, 2))
+    S = min((SHARED_LIMIT - epilogue_bytes - 2048) // stage_bytes, max(-(-KT // P), 2))
+    skew = 0 if P > 1 else min(skew, S - 2, KT - 1)
     MMA = f"wgmma.mma_async.sync.aligned.m64n{BN}k16.f32.{SHORT[dtype]}.{SHORT[dtype]}"
     PACK = pack(dtype)
     A16, B16 = BM * BK * 2 // 16, BN * BK * 2 // 16  # stage strides in descriptor units
-    clustered, full_n = CL > 1, N % BN == 0
+    clustered, full_n, divided = CL > 1, N % BN == 0, P > 1
     staging_shape = (CONSUMERS * 2, 64 * EB) if tma_store else (1, 16)
+    parts_shape = ((P - 1) * ACC_OUT // 4 * CONSUMERS * WG * 4,) if divided else (4,)
+    assert parts_shape[0] * 4 <= S * stage_bytes
 
-    def block_ids():
+    def block_ids(tiles):
+        if divided:
+            return T.cluster_id([tiles]), T.cta_id_in_cluster([P])
         if clustered:
             return T.cluster_id([blocks // CL]), T.cta_id_in_cluster([CL])
         return T.cta_id([blocks]), 0
+
+    def gate_exponent(gate):
+        """log2 of exp(-gate), or for "geglu" of exp(-2 y) with y = sqrt(2 / pi) (gate + 0.044715 gate^3)."""
+        if glu == "swiglu":
+            return gate * T.float32(-LOG2_E)
+        return gate * (gate * gate * T.float32(-0.044715 * GELU) - T.float32(GELU))
 
     def accumulators(c):
         return [c[i] for i in range(ACC)]
 
     def swizzle(chunk, lane):                       # 16-byte chunk of row lane % 16 of a store box
-        return chunk ^ (lane % 8 if EB == 64 else lane // 2 % 4)
+        return chunk ^ {64: lane % 8, 32: lane // 2 % 4, 16: lane // 4 % 2}[EB]
 
     @T.inline
     def body(x, weight, bias_buffer, residual_buffer, y, t):
@@ -69,10 +87,11 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
         if tma_store:
             y_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
             T.call_packed("runtime.cuTensorMapEncodeTiled", y_map, dtype, 2, y.data,
-                          OUT, t, OUT * 2, EB, 64, 1, 1, 0, SW128 if EB == 64 else SW64, 0, 0)
+                          OUT, t, OUT * 2, EB, 64, 1, 1, 0, BOX_SWIZZLE[EB], 0, 0)
         with device():
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-            ids = T.meta_var(block_ids())
+            m_tiles = T.meta_var(T.Cast("int32", T.ceildiv(t, BM * CL)))        # row tiles of one cluster
+            ids = T.meta_var(block_ids(m_tiles * NT))
             wid = T.warp_id([12])
             tx = T.thread_id([384])
             pool = T.SMEMPool()
@@ -81,6 +100,8 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
             staging = pool.alloc(staging_shape, dtype, align=1024)
             full = pool.alloc((S,), "uint64", align=8)
             empty = pool.alloc((S,), "uint64", align=8)
+            pool.move_base_to(0)            # partial sums from other blocks, when nothing reads the ring any more
+            parts = pool.alloc(parts_shape, "float32", align=1024)
             pool.commit()
             if tx == 0:
                 for s in T.unroll(S):
@@ -93,13 +114,12 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                 T.cuda.cluster_sync()
             else:
                 T.cuda.cta_sync()
-            if dependent_launch:
-                T.ptx["griddepcontrol.wait"]()
-                T.ptx["griddepcontrol.launch_dependents"]()
 
             rows = T.meta_var(T.Cast("int32", t))
-            m_tiles = T.Cast("int32", T.ceildiv(t, BM * CL))      # row tiles of one cluster
             total = m_tiles * NT
+            part = T.meta_var(ids[1] if divided else 0)             # which piece of K, and of the tile's columns
+            start = T.meta_var(part * KT // P)
+            count = T.meta_var((part + 1) * KT // P - start)
             stage: T.int32
             phase: T.int32
             tile: T.int32
@@ -110,6 +130,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
             stage = 0
             phase = 0
             tile = ids[0]
+            step = T.meta_var(total if divided else blocks // CL)
 
             @T.inline
             def locate():
@@ -129,31 +150,58 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
 
             if wid >= CONSUMERS * 4:
                 T.ptx["setmaxnreg.dec.sync.aligned.u32"](40)
+                early: T.int32              # stages of the first tile that were asked for ahead of the loop
+                early = 0
+
+                @T.inline
+                def load_x(slot, kt):
+                    T.ptx[TMA_LOAD](As.ptr_to([slot, 0]), T.address_of(x_map), kt * BK, tm * BM, full.ptr_to([slot]))
+
+                @T.inline
+                def load_weights(slot, kt):
+                    T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([slot]), T.uint32(stage_bytes))
+                    if clustered:
+                        T.ptx[TMA_MULTICAST](Bs.ptr_to([slot, ids[1] * (BN // CL * BK)]), T.address_of(w_map),
+                                             kt * BK, tn * BN + ids[1] * (BN // CL), full.ptr_to([slot]),
+                                             T.uint16((1 << CL) - 1))
+                    else:
+                        T.ptx[TMA_LOAD](Bs.ptr_to([slot, 0]), T.address_of(w_map), kt * BK, tn * BN, full.ptr_to([slot]))
+
                 if tx == CONSUMERS * WG:
+                    if dependent_launch:
+                        if tile < total:    # weights do not depend on the kernel before
+                            locate()
+                            early = T.min(count, T.int32(S))
+                            for i in T.serial(early):
+                                load_weights(i, start + i)
+                        T.ptx["griddepcontrol.wait"]()
+                        T.ptx["griddepcontrol.launch_dependents"]()
+                        for i in T.serial(early):
+                            load_x(i, start + i)
                     while tile < total:
                         locate()
-                        for kt in T.serial(KT):
-                            T.cuda.mbarrier_wait(empty.ptr_to([stage]), phase ^ 1)
-                            T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([stage]), T.uint32(stage_bytes))
-                            T.ptx[TMA_LOAD](As.ptr_to([stage, 0]), T.address_of(x_map), kt * BK, tm * BM,
-                                            full.ptr_to([stage]))
-                            if clustered:
-                                T.ptx[TMA_MULTICAST](Bs.ptr_to([stage, ids[1] * (BN // CL * BK)]), T.address_of(w_map),
-                                                     kt * BK, tn * BN + ids[1] * (BN // CL), full.ptr_to([stage]),
-                                                     T.uint16((1 << CL) - 1))
+                        for kt in T.serial(count):
+                            if early > 0:
+                                early = early - 1
                             else:
-                                T.ptx[TMA_LOAD](Bs.ptr_to([stage, 0]), T.address_of(w_map), kt * BK, tn * BN,
-                                                full.ptr_to([stage]))
+                                T.cuda.mbarrier_wait(empty.ptr_to([stage]), phase ^ 1)
+                                load_weights(stage, start + kt)
+                                load_x(stage, start + kt)
                             advance()
-                        tile = tile + blocks // CL
+                        tile = tile + step
+                if divided:
+                    for _ in T.unroll(2):
+                        T.ptx[ARRIVE]()
+                        T.ptx[WAIT]()
             else:
                 T.ptx["setmaxnreg.inc.sync.aligned.u32"](232)
                 c = T.alloc_buffer((ACC,), "float32", scope="local")
-                extra = T.alloc_buffer((2,), "float32", scope="local")
+                extra = T.alloc_buffer((4,), "float32", scope="local")
                 word = T.alloc_buffer((4,), "uint32", scope="local")
                 wg = T.meta_var(wid // 4)
                 lane = T.meta_var(tx % 32)
-                peer: T.uint32              # address of empty[0] in block `lane` of the cluster
+                first_column = T.meta_var(tn * TO + part * BO)
+                peer: T.uint32              # clustered: empty[0] in block `lane` of the cluster; divided: a block's parts
                 if clustered:
                     T.ptx["mapa.shared::cluster.u32"](peer, T.cuda.cvta_generic_to_shared(empty.ptr_to([0])),
                                                       T.Cast("uint32", lane % CL))
@@ -174,18 +222,54 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                         T.ptx.mbarrier.arrive.shared.b64(empty.ptr_to([slot]), pred=T.And(condition, lane == 0))
 
                 @T.inline
+                def exchange():
+                    """Columns of this block, summed over the cluster, in c[0 .. ACC_OUT - 1]."""
+                    T.ptx[ARRIVE]()         # every block of the cluster is done with its ring
+                    T.ptx[WAIT]()
+                    for p in T.unroll(P):
+                        T.ptx["mapa.shared::cluster.u32"](peer, T.cuda.cvta_generic_to_shared(parts.ptr_to([0])),
+                                                          T.uint32(p))
+                        if part != p:
+                            for i in T.unroll(ACC_OUT // 4):
+                                o = T.meta_var(p * ACC_OUT + i * 4)
+                                slot = T.meta_var((part - T.if_then_else(part > p, 1, 0)) * (ACC_OUT // 4) + i)
+                                T.ptx["st.shared::cluster.v4.f32"](
+                                    peer + T.Cast("uint32", (slot * CONSUMERS * WG + tx) * 16),
+                                    c[o], c[o + 1], c[o + 2], c[o + 3])
+                    T.ptx[ARRIVE]()
+                    T.ptx[WAIT]()
+                    for p in T.unroll(1, P):
+                        if part == p:
+                            for i in T.unroll(ACC_OUT):
+                                c[i] = c[p * ACC_OUT + i]
+                    for i in T.unroll((P - 1) * ACC_OUT // 4):
+                        o = T.meta_var(i * 4 % ACC_OUT)
+                        T.ptx["ld.shared.v4.f32"](extra[0], extra[1], extra[2], extra[3],
+                                                  parts.ptr_to([(i * CONSUMERS * WG + tx) * 4]))
+                        for e in T.unroll(4):
+                            c[o + e] = c[o + e] + extra[e]
+
+                @T.inline
                 def add_bias():
-                    for i in T.unroll(ACC // 4):
-                        n = T.meta_var(tn * BN + i * 8 + lane % 4 * 2)
+                    for i in T.unroll(ACC_OUT // 4):
+                        n = T.meta_var(tn * BN + part * WIDTH + i * 8 + lane % 4 * 2)
                         if T.bool(True) if full_n else n < N:
                             for e in T.unroll(4):
                                 c[i * 4 + e] = c[i * 4 + e] + bias_buffer[n + e % 2]
 
                 @T.inline
                 def multiply_gate():
-                    for i in T.unroll(ACC // 8):
-                        for e in T.unroll(4):
-                            c[i * 4 + e] = glu_product(glu, c[i * 8 + e], c[i * 8 + 4 + e])
+                    """gate / (1 + 2^exponent) * up, two with one reciprocal: half of an epilogue is waiting for ex2, rcp.
+                    The bound keeps the product of both denominators finite; the gate is below 1e-16 there."""
+                    for i in T.unroll(ACC_OUT // 8):
+                        for h in T.unroll(2):
+                            o = T.meta_var(i * 8 + h * 2)
+                            for e in T.unroll(2):
+                                T.ptx[EXP2](extra[e], T.min(gate_exponent(c[o + e]), T.float32(60)))
+                                extra[e] = extra[e] + T.float32(1)
+                            T.ptx["rcp.approx.ftz.f32"](extra[2], extra[0] * extra[1])
+                            for e in T.unroll(2):
+                                c[i * 4 + h * 2 + e] = c[o + e] * c[o + 4 + e] * (extra[2] * extra[1 - e])
 
                 @T.inline
                 def add_residual(begin, end):
@@ -194,7 +278,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                         row = T.meta_var(tm * BM + wid * 16 + lane // 4 + h * 8)
                         if row < rows:
                             for i in T.unroll(begin, end):
-                                n = T.meta_var(tn * BO + i * 8 + lane % 4 * 2)
+                                n = T.meta_var(first_column + i * 8 + lane % 4 * 2)
                                 if T.bool(True) if full_n else n < OUT:
                                     T.ptx["ld.global.b32"](word[0], residual_buffer.ptr_to([row, n]))
                                     c[i * 4 + h * 2] = c[i * 4 + h * 2] + low(dtype, word[0])
@@ -219,7 +303,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                         T.ptx.fence.proxy.async_.shared__cta()
                         T.ptx["bar.sync"](T.Cast("uint32", wg + 1), T.uint32(WG))
                         if tx % WG == 0:
-                            T.ptx[TMA_STORE](T.address_of(y_map), tn * BO + b * EB, tm * BM + wg * 64,
+                            T.ptx[TMA_STORE](T.address_of(y_map), first_column + b * EB, tm * BM + wg * 64,
                                              staging.ptr_to([box, 0]))
                             T.ptx["cp.async.bulk.commit_group"]()
 
@@ -230,10 +314,15 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                         if row < rows:
                             for i in T.unroll(BO // 8):
                                 for e in T.unroll(2):
-                                    n = T.meta_var(tn * BO + i * 8 + lane % 4 * 2 + e)
+                                    n = T.meta_var(first_column + i * 8 + lane % 4 * 2 + e)
                                     if T.bool(True) if full_n else n < OUT:
                                         y[row, n] = T.Cast(out_dtype, c[i * 4 + h * 2 + e])
 
+                if dependent_launch:
+                    T.ptx["griddepcontrol.wait"]()
+                if skew > 0:
+                    if T.And(wg == 1, tile < total):
+                        T.ptx["bar.sync"](T.uint32(3), T.uint32(CONSUMERS * WG))
                 while tile < total:
                     locate()
                     for i in T.unroll(ACC):
@@ -241,8 +330,11 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                     for i in T.unroll(ACC):
                         T.cuda.func_call("wg_fence", c[i], source_code=WG_FENCE)
                     previous = stage
-                    for kt in T.serial(KT):
+                    for kt in T.serial(count):
                         T.cuda.mbarrier_wait(full.ptr_to([stage]), phase)
+                        if skew > 0:
+                            if T.And(kt == skew, T.And(wg == 0, tile == ids[0])):
+                                T.ptx["bar.arrive"](T.uint32(3), T.uint32(CONSUMERS * WG))
                         T.ptx.wgmma.fence.sync.aligned()
                         for k in T.unroll(BK // 16):
                             T.ptx[MMA](*accumulators(c),
@@ -258,6 +350,8 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                     for i in T.unroll(ACC):
                         T.cuda.func_call("wg_fence", c[i], source_code=WG_FENCE)
                     release(previous, T.bool(True))
+                    if divided:
+                        exchange()
                     if bias:
                         add_bias()
                     if gated:
@@ -268,7 +362,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                         if residual:
                             add_residual(0, BO // 8)
                         store_direct()
-                    tile = tile + blocks // CL
+                    tile = tile + step
                 if tma_store:
                     if tx % WG == 0:
                         T.ptx["cp.async.bulk.wait_group"](0)
@@ -282,4 +376,5 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
 def gemm_many(N: int, K: int, dtype: str, out_dtype: str, *, name: str = "gemm_many", **options):
     """PrimFunc around many_body, which documents the options."""
     body = many_body(N, K, dtype, out_dtype, **options)
-    return linear_func(body, N, K, dtype, out_dtype, name, **options)
+    cluster = max(options.pop("cluster", 1), options.get("split", 1))
+    return linear_func(body, N, K, dtype, out_dtype, name, cluster=cluster, **options)

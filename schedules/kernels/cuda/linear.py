@@ -110,7 +110,8 @@ def _body(spec: LinearSpec, plan: Plan, **more: bool) -> Any:
 def _one(spec: LinearSpec, plan: Plan, hopper: bool) -> Kernel:
     family, options = plan
     more = {} if family == "gemm_tiles" or not hopper else {"dependent_launch": True}
-    cluster = {"gemm_few": options.get("split", 1) * options.get("share", 1), "gemm_many": options.get("cluster", 1)}
+    cluster = {"gemm_few": options.get("split", 1) * options.get("share", 1),
+               "gemm_many": options.get("split", 1) * options.get("cluster", 1)}
     marks = "".join(f"_{key[:2]}{value}" for key, value in options.items())
     return _kernel(spec, f"{family}{marks}", _body(spec, plan, **more), grid=FAMILIES[family][1],
                    cluster=cluster.get(family, 1), **more)
