@@ -26,7 +26,8 @@ def check(rng, make, blocks, threads, cluster, n, k, t, dtype, out_dtype, option
     order, y = row_order(n, glu is not None), case.poisoned((t, out), out_dtype)
     late = ("x", *(["residual"] if residual is not None else [])) if options.get("dependent_launch") else ()
     case.emulate(make(n, k, dtype, out_dtype, **options), (blocks,), threads, machine_code=False, cluster=cluster,
-                 late=late, x=x, weight=np.ascontiguousarray(weight[order]), y=y, t=t, **({} if bias is None else {"bias": bias[order]}),
+                 late=late, x=x, weight=np.ascontiguousarray(weight[order]), y=y, t=t,
+                 **({} if bias is None else {"bias": bias[order]}),
                  **({} if residual is None else {"residual": residual}))
     assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, glu)) < case.TOLERANCE[out_dtype]
 
