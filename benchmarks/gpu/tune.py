@@ -4,6 +4,7 @@
     python benchmarks/gpu/tune.py run FOLDER --out RESULT.json [--limit SECONDS]          # TVM's runtime and torch
     python -m benchmarks.gpu.tune store RESULT.json --db DATABASE                         # anywhere
     python -m benchmarks.gpu.tune table RESULT.json                                       # rule, tuned, torch, roofline
+    python -m benchmarks.gpu.tune condense RESULT.json --out benchmarks/results/gpu_tuned-DATE.json
 
 Candidates are those of `relaxpack.schedules.tuning.cuda_spaces`, cuBLASLt among them; what is compiled is exactly what a
 build with the record would compile. A kernel is compared with float64 before it is timed; the kernels of a shape take
@@ -24,18 +25,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["prepare", "run", "work", "store", "table"])
+    parser.add_argument("command", choices=["prepare", "run", "work", "store", "table", "condense"])
     parser.add_argument("path", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="parts of task names")
     parser.add_argument("--out", type=Path, default=Path("tune.json"))
     parser.add_argument("--limit", type=float, default=480, help="seconds of a run")
+    parser.add_argument("--cache", type=Path, help="libraries of earlier preparations")
     parser.add_argument("--broken", default="[]", help=argparse.SUPPRESS)
     parser.add_argument("--db", default="h200.sqlite")
     options = parser.parse_args()
     if options.command == "prepare":
         from benchmarks.gpu.tune_tasks import jobs, prepare
 
-        prepare(options.path, [job for job in jobs() if not options.only or any(part in job.name for part in options.only)])
+        chosen = [job for job in jobs() if not options.only or any(part in job.name for part in options.only)]
+        prepare(options.path, chosen, options.cache)
     elif options.command == "run":
         from benchmarks.gpu.tune_device import run
 
@@ -49,9 +52,13 @@ def main() -> int:
 
         store(options.path, options.db)
     else:
-        from benchmarks.gpu.tune_records import table
+        from benchmarks.gpu.tune_records import condensed, table
 
-        print(table(json.loads(options.path.read_text())))
+        result = json.loads(options.path.read_text())
+        if options.command == "table":
+            print(table(result))
+        else:
+            options.out.write_text(json.dumps(condensed(result), indent=1) + "\n")
     return 0
 
 

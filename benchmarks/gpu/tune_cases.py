@@ -70,6 +70,12 @@ class LinearCase(Case):
         shared = {"x": bench.random((rows, k), "bfloat16"), "y": self.poisoned((rows, self.width), given["out_dtype"])}
         if given["bias"]:
             shared["bias"] = bench.random((n,), "float32")
+        if given.get("prepares_norm"):
+            shared |= {"residual": bench.random((rows, n), "bfloat16"), "norm_weight": bench.random((n,), "float32"),
+                       "scaled": self.poisoned((rows, n), "bfloat16"), "squares": self.poisoned((rows, n // 16), "float32")}
+            self.outputs = ("y", "scaled", "squares")
+        if given.get("norm_epsilon") is not None:
+            shared["squares"] = bench.random((rows, k // 16), "float32").square() * 16
         self.sets = [{**shared, **weight} for weight in weights]
         self.read_bytes, self.flops = one + 2 * rows * k + shared["y"].nbytes, 2.0 * rows * n * k
         self.rotated_bytes = one * count
@@ -113,9 +119,17 @@ class LinearCase(Case):
         return found
 
     def reference(self) -> dict[str, Any]:
-        z = self.sets[0]["x"].double() @ self.plain.double().T
-        if "bias" in self.sets[0]:
-            z = z + self.sets[0]["bias"].double()
+        one = self.sets[0]
+        z = one["x"].double() @ self.plain.double().T
+        if self.given.get("norm_epsilon") is not None:
+            mean = one["squares"].double().sum(-1, keepdim=True) / self.given["k"]
+            z = z / (mean + self.given["norm_epsilon"]).sqrt()
+        if "bias" in one:
+            z = z + one["bias"].double()
+        if self.given.get("prepares_norm"):
+            y = z + one["residual"].double()
+            return {"y": y, "scaled": y * one["norm_weight"].double(),
+                    "squares": y.reshape(len(y), -1, 16).square().sum(-1)}
         if self.given["swiglu"]:         # packed rows are blocks of 8 gate rows and their 8 up rows
             pairs = z.reshape(len(z), -1, 2, 8)
             gate, up = (pairs[:, :, i].reshape(len(z), self.width) for i in (0, 1))

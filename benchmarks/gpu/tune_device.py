@@ -311,6 +311,6 @@ def summary(task: dict[str, Any]) -> str:
     which = "beside_us" if "beside_us" in timed[0] else "alone_us"
     means = {entry["number"]: geometric_mean([median(times) for times in entry[which]]) for entry in timed}
     best = min(means, key=lambda number: means[number])
-    peer = geometric_mean([median(times) for times in task.get(f"torch_{which}") or [[0.0]]])
+    peer = geometric_mean([median(times) for times in task.get(f"torch_{which.removeprefix('alone_')}") or [[0.0]]])
     choice = next(entry["choice"] for entry in timed if entry["number"] == best)
     return f"{text}; rule {means.get(0, 0):.2f}, best {means[best]:.2f}, torch {peer:.2f} us {choice}"

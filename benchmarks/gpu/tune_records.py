@@ -139,6 +139,24 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def condensed(result: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a run in benchmarks/results: the table's numbers, and of each candidate only how it came out."""
+    tasks = {}
+    for task in result["tasks"]:
+        states = ["failed" if "failure" in one else "wrong" if one.get("error", 1.0) >= 1 else "timed"
+                  for one in task["candidates"]]
+        decision = decided(task)
+        tasks[task["name"]] = {state: states.count(state) for state in ("timed", "failed", "wrong")} | {
+            "seconds": task["seconds"], "decision": decision if isinstance(decision, str) else decision.verdict.why}
+    kept = [{key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+            for row in rows(result)]
+    gain, count = weak_gain(rows(result))
+    return {"what": "Tuning of the CUDA kernels: rule, tuned, torch (cuBLAS, SDPA) and roofline; benchmarks/gpu/tune.py",
+            "date": result["created"], "device": result["target"], "compiler": result["compiler"], "torch": result["torch"],
+            "cublaslt": result["cublaslt"], "ceilings": result["ceilings"], "left_out": result.get("left_out", []),
+            "below_80_percent": {"cases": count, "geometric_mean_gain": round(gain, 3)}, "tasks": tasks, "rows": kept}
+
+
 def weak_gain(found: Sequence[dict[str, Any]], share: float = 0.8) -> tuple[float, int]:
     """(geometric mean of the gains, count) over the cases where the rule reaches less than `share` of the roofline."""
     weak = [row["gain"] for row in found if row["share"] < share]

@@ -4,23 +4,27 @@ with an index. Runs where a compiler is; the GPU machine reads the index alone (
 
 from __future__ import annotations
 
+import hashlib
 import json
 import lzma
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.matmul_variants import LINEARS
 from relaxpack.kernel_spec import AttentionSpec, Kernel, LinearSpec, NormSpec
+from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.target import parse_target
 from relaxpack.tuning.candidates import families_for
+from relaxpack.tuning_record import canonical
 from relaxpack.weight_format import FORMATS
 
 TARGET = "cuda:sm_90a"
 ROWS = (1, 4, 8, 16, 64, 512, 4096)
-MORE_ROWS = (2, 32, 128, 256, 2048)
+MORE_ROWS = (2, 32, 128, 256, 192, 384)      # the other buckets of a build with default limits
 BESIDE_ROWS = 128               # up to here a kernel is also timed beside its neighbour, as in a captured step
 PER_MODULE = 24                 # kernels of a library: bounds the cost of one compiler run
 HIDDEN = {"1b": 2048, "8b": 4096, "7b": 3584}
@@ -46,21 +50,21 @@ class Job:
 
 
 def jobs() -> list[Job]:
-    """In the order in which they are tuned: what the issue asks for, then the other models, then quantised weights."""
-    found = [linear_job(f"8b.{part}", rows) for rows in ROWS for part in ("qkv", "o", "gate_up", "down")]
+    """In the order in which they are tuned: what the issue asks for, then the other models, then what else a build with
+    default limits has."""
+    parts = ("qkv", "o", "gate_up", "down")
+    found = [linear_job(f"8b.{part}", rows) for rows in ROWS for part in parts]
     found += [norm_job("8b", residual) for residual in (True, False)]
     found += [attention_job("8b", bucket) for bucket in ATTENTION_CASES]
-    others = [linear_job(f"{model}.{part}", rows) for rows in ROWS for model in ("1b", "7b")
-              for part in ("qkv", "o", "gate_up", "down")]
-    packed = [linear_job(f"8b.{part}", rows, "q4_1") for rows in (1, 8, 16, 64) for part in ("o", "gate_up", "qkv", "down")]
-    small = [norm_job(model, True) for model in ("1b", "7b")]
-    small += [attention_job(model, bucket) for bucket in ATTENTION_CASES for model in ("1b", "7b")]
-    heads = [linear_job(f"{model}.head", rows) for rows in (1, 8, 16) for model in ("8b", "1b")]
-    more = [linear_job(f"{model}.{part}", rows) for rows in MORE_ROWS for model in ("8b", "1b", "7b")
-            for part in ("qkv", "o", "gate_up", "down")]
-    packed_more = [linear_job(f"8b.{part}", rows, weight) for weight in ("q4_0", "q8_0", "fp8") for rows in (1, 8, 16)
-                   for part in ("o", "gate_up", "down")]
-    return found + small[:1] + packed[:4] + others + packed[4:] + small[1:] + heads + more + packed_more
+    found += [linear_job(f"8b.{part}", rows, "q4_1") for rows in (1, 8, 16) for part in parts]
+    found += [linear_job(f"{model}.{part}", rows) for rows in ROWS[:-1] for model in ("1b", "7b") for part in parts]
+    found += [norm_job(model, residual) for model in ("1b", "7b") for residual in (True, False)]
+    found += [attention_job(model, bucket) for bucket in ATTENTION_CASES for model in ("1b", "7b")]
+    found += [linear_job(f"{model}.head", rows) for rows in (1, 8) for model in ("8b", "1b")]
+    found += [linear_job(f"{model}.{part}", rows) for rows in MORE_ROWS for model in ("8b", "1b", "7b") for part in parts]
+    found += [linear_job(f"8b.{part}", rows, weight) for weight in ("q4_1", "q4_0", "q8_0", "fp8")
+              for rows in ((2, 4, 32, 64) if weight == "q4_1" else (1, 8, 16)) for part in parts]
+    return found
 
 
 def linear_spec(linear: str, rows: int, weight: str = "bf16") -> LinearSpec:
@@ -72,13 +76,49 @@ def linear_spec(linear: str, rows: int, weight: str = "bf16") -> LinearSpec:
 
 
 def linear_job(linear: str, rows: int, weight: str = "bf16") -> Job:
-    spec = linear_spec(linear, rows, weight)
+    """Where a build folds the norms into its matmuls, the kernel with the norm is measured, among those that can have it;
+    else the plain one beside a norm."""
+    spec, before = linear_spec(linear, rows, weight), linear.partition(".")[2] in ("qkv", "gate_up", "head")
+    folds = hasattr(spec, "without_norm")
+    if folds:
+        folded = replace(spec, norm_epsilon=1e-5) if before else replace(spec, residual=True, prepares_norm=True)
+        folds = kernels().folds_norm(folded)
+        spec = folded if folds else spec
     case = {"kind": "linear", "rows": rows, "n": spec.out_features, "k": spec.in_features, "weight": weight,
-            "swiglu": spec.gated, "bias": spec.bias, "out_dtype": spec.out_dtype}
-    before = linear.partition(".")[2] in ("qkv", "gate_up", "head")
-    neighbour = NormSpec(HIDDEN[linear[:2]], 1e-5, "bfloat16", False) if rows <= BESIDE_ROWS else None
+            "swiglu": spec.gated, "bias": spec.bias, "out_dtype": spec.out_dtype,
+            "norm_epsilon": getattr(spec, "norm_epsilon", None), "prepares_norm": getattr(spec, "prepares_norm", False)}
+    neighbour = NormSpec(HIDDEN[linear[:2]], 1e-5, "bfloat16", False) if rows <= BESIDE_ROWS and not folds else None
     name = f"{linear}@{rows}" if weight == "bf16" else f"{linear}.{weight}@{rows}"
-    return Job(name, "cuda.linear", spec, rows, [case], neighbour, before)
+    return Job(name, "cuda.linear", spec, rows, [case], neighbour, before,
+               only=lambda choice: _likely(choice, spec) and (not folds or choice.get("family", "").startswith("gemm_rows")))
+
+
+def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
+    """Whether a first sweep of whole spaces (789 candidates on the H200) had its like within 10 % of a best."""
+    rows, family = spec.max_rows or 0, choice.get("family")
+    if family == "gemm_few":
+        spread = choice["split"] <= 4 or (choice["consumers"] == 2 and choice["split"] == 6)
+        return rows > 8 and choice["columns"] >= min(rows, 64) and spread and (choice["share"] == 1 or rows > 64)
+    if family == "gemm_rows":
+        warps, unroll, strips = choice["warps"], choice["unroll"], choice.get("strips", 1)
+        if rows > 8:
+            return (warps, unroll, strips) in {(2, 2, 2), (4, 1, 2), (8, 1, 2), (8, 2, 2), (4, 4, 1), (8, 2, 1), (16, 1, 1)}
+        few = {(4, 4), (8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4), (32, 1), (32, 2)}
+        return (warps, unroll) in few or (spec.out_features > 8192 and warps <= 4)
+    if family == "gemm_few_quant":
+        return rows > 8 and (choice["split"] in (1, 2, 4, 8))
+    if family == "gemm_rows_quant":
+        likely = ({(4, 1), (4, 2), (8, 1), (8, 2), (8, 4), (16, 1)} if rows > 8 else
+                  {(4, 2), (4, 4), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1)})
+        return (choice["warps"], choice["unroll"]) in likely
+    if family == "gemm_many":
+        return rows > 128 or choice["tile_n"] <= 128
+    return choice.get("algorithm", 0) < (6 if rows >= 64 else 3)
+
+
+@cache
+def kernels() -> CudaKernels:
+    return CudaKernels(parse_target(TARGET))
 
 
 def norm_job(model: str, residual: bool) -> Job:
@@ -97,9 +137,8 @@ def attention_job(model: str, bucket: int) -> Job:
 
 
 def _likely_split(choice: dict[str, Any], bucket: int) -> bool:
-    """A quarter of the chip is for one sequence, four blocks a multiprocessor for many."""
     blocks = choice["blocks"]
-    return (blocks >= 132 or bucket == 1) and (blocks <= 264 or bucket > 1) and choice["stages"] <= 3
+    return blocks in ((66, 132, 264) if bucket == 1 else (132, 264, 396)) and choice["stages"] <= 3 and choice["warps"] >= 4
 
 
 def candidates(job: Job) -> list[dict[str, Any]]:
@@ -109,33 +148,28 @@ def candidates(job: Job) -> list[dict[str, Any]]:
     return [dict(part.space.default), *(choice for choice in part.space.all() if job.only(choice))]
 
 
-def prepare(folder: Path, chosen: Sequence[Job]) -> None:
-    """All candidates, compiled, into libraries in the order of the jobs, and `INDEX`."""
-    import relaxpack.tvm_setup  # noqa: F401
-    import tvm
+def prepare(folder: Path, chosen: Sequence[Job], cache: Path | None = None) -> None:
+    """All candidates, compiled, and `INDEX`. `cache`: a folder of libraries of earlier calls; what has not changed is taken
+    from there."""
     from relaxpack.fingerprint import compiler_fingerprint
-    from relaxpack.schedules.cuda_compile import compile_module
-    from relaxpack.tuning_record import canonical
 
-    target, start = parse_target(TARGET), time.perf_counter()
-    families = families_for(target)
+    start = time.perf_counter()
+    families = families_for(parse_target(TARGET))
     folder.mkdir(parents=True, exist_ok=True)
-    names: dict[str, str] = {}               # canonical description of a kernel → function
     funcs: dict[str, Any] = {}
     tasks: list[dict[str, Any]] = []
+    libraries: dict[str, str] = {}
 
     def entry(kernel: Kernel, key: object) -> dict[str, Any]:
         stages = []
         for number, stage in enumerate(kernel.stages):
-            described = canonical([key, number])
-            if described not in names:
-                names[described] = f"k{len(names)}"
-                funcs[names[described]] = stage.func
-            stages.append({"function": names[described], "arguments": [*stage.inputs, *stage.outputs]})
+            name = "k_" + hashlib.sha256(canonical([key, number]).encode()).hexdigest()[:12]
+            funcs.setdefault(name, stage.func)          # one kernel may be a candidate for several row counts
+            stages.append({"function": name, "arguments": [*stage.inputs, *stage.outputs]})
         return {"stages": stages, "temporaries": {name: [list(shape), dtype]
                                                   for name, (shape, dtype) in kernel.temporaries.items()}}
 
-    for job in chosen:
+    for number, job in enumerate(chosen):
         family, found = families[job.family], []
         for choice in candidates(job):
             kernel = family.make(job.spec, choice)
@@ -151,25 +185,48 @@ def prepare(folder: Path, chosen: Sequence[Job]) -> None:
         if isinstance(job.spec, LinearSpec) and job.spec.weight.quantized:
             from relaxpack.schedules.kernels.cuda.linear import unpacked
 
-            task["unpack"] = entry(unpacked(job.spec, True), ["unpack", asdict(replace(job.spec, max_rows=None))])
+            plain = job.spec.without_norm() if hasattr(job.spec, "without_norm") else job.spec
+            task["unpack"] = entry(unpacked(plain, True), ["unpack", asdict(replace(plain, max_rows=None))])
             task["unpack"]["stages"] = task["unpack"]["stages"][:1]
         tasks.append(task)
-    needed = dict.fromkeys(stage["function"] for task in tasks for one in _launched(task) for stage in one["stages"])
-    libraries: dict[str, str] = {}
-    order = list(needed)
-    for number, first in enumerate(range(0, len(order), PER_MODULE)):
-        part, library = order[first:first + PER_MODULE], folder / f"tune-{number}.so"
-        module = tvm.IRModule({name: funcs[name].with_attr("global_symbol", name) for name in part})
-        compile_module(module, target).export_library(str(library))
-        library.with_suffix(".so.xz").write_bytes(lzma.compress(library.read_bytes(), preset=6))
-        library.unlink()
-        libraries |= dict.fromkeys(part, library.name)
-        print(f"{first + len(part)} of {len(order)} kernels, {time.perf_counter() - start:.0f} s", flush=True)
+        groups: dict[str, list[str]] = {}       # so that a change of one kernel leaves the libraries of the others
+        for one in _launched(task):
+            group = groups.setdefault(one.get("choice", {}).get("family", ""), [])
+            group += [stage["function"] for stage in one["stages"]]
+        for group in groups.values():
+            new = [name for name in dict.fromkeys(group) if name not in libraries]
+            for first in range(0, len(new), PER_MODULE):
+                part = {name: funcs[name] for name in new[first:first + PER_MODULE]}
+                libraries |= dict.fromkeys(part, _library(part, folder, cache))
+        print(f"{number + 1}/{len(chosen)} {job.name}: {len(found)} candidates, {len(libraries)} kernels so far, "
+              f"{time.perf_counter() - start:.0f} s", flush=True)
     index = {"tasks": tasks, "libraries": libraries, "compiler": dict(compiler_fingerprint("cuda"))}
     (folder / f"{INDEX}.xz").write_bytes(lzma.compress(json.dumps(index).encode()))
     size = sum(path.stat().st_size for path in folder.iterdir())
     count = sum(len(task["candidates"]) for task in tasks)
-    print(f"{len(tasks)} tasks, {count} candidates, {len(order)} kernels, {size / 1e6:.1f} MB")
+    print(f"{len(tasks)} tasks, {count} candidates, {len(libraries)} kernels, {size / 1e6:.1f} MB")
+
+
+def _library(part: dict[str, Any], folder: Path, cache: Path | None) -> str:
+    """Name of the library in `folder` that has these kernels."""
+    import relaxpack.tvm_setup  # noqa: F401
+    import tvm
+    from relaxpack.schedules.cuda_compile import compile_module
+
+    described = "".join(f"{name} {func.script()}" for name, func in part.items())
+    name = f"tune-{hashlib.sha256(described.encode()).hexdigest()[:16]}.so"
+    packed, kept = folder / f"{name}.xz", cache / f"{name}.xz" if cache is not None else None
+    if kept is not None and kept.exists():
+        packed.write_bytes(kept.read_bytes())
+        return name
+    module = tvm.IRModule({name: func.with_attr("global_symbol", name) for name, func in part.items()})
+    compile_module(module, parse_target(TARGET)).export_library(str(folder / name))
+    packed.write_bytes(lzma.compress((folder / name).read_bytes(), preset=6))
+    (folder / name).unlink()
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(packed.read_bytes())
+    return name
 
 
 def _launched(task: dict[str, Any]) -> Iterator[dict[str, Any]]:

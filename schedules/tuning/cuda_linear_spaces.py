@@ -84,10 +84,10 @@ def default_choice(spec: LinearSpec) -> Parameters:
 def _warps_and_unroll(chunks: int, strips: int, words: int, sets: int = 1) -> Iterator[tuple[int, int]]:
     """(warps of a block, chunks of 64 in flight): no more than there is of K, and registers for what is loaded. `words`: of
     a chunk and strip; `sets`: rounds under way at once."""
-    for warps in (2, 4, 8, 16):
+    for warps in (2, 4, 8, 16, 32):
         for unroll in (1, 2, 4, 8):
-            held = sets * unroll * strips * words
-            if warps * unroll <= max(chunks, 2) and held <= _REGISTERS_OF_WEIGHTS * (1 if warps == 16 else 2):
+            held, most = sets * unroll * strips * words, _REGISTERS_OF_WEIGHTS * 16 // max(8, warps)
+            if warps * unroll <= max(chunks, 2) and held <= most:
                 yield warps, unroll
 
 

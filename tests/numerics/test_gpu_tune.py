@@ -11,12 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from benchmarks.gpu import tune_cases, tune_device, tune_tasks
-from benchmarks.gpu.tune_records import decided, records, rows, table, weak_gain
+from benchmarks.gpu.tune_records import condensed, decided, records, rows, table, weak_gain
 from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.schedules.tuning.tuned import TunedKernels
@@ -50,7 +51,8 @@ def _measured(times: dict[str, float], task: dict[str, Any] | None = None, broke
               **kernels: Any) -> dict[str, Any]:
     functions = {f"k{i}": bench_stand_in.linear for i in range(8)} | {"norm": bench_stand_in.norm} | kernels
     bench = StandIn(functions, {"norm": 2.0, **times})
-    return tune_device.Session(bench, dict.fromkeys(functions, "library"), broken=broken).measure(task or _task())
+    session = tune_device.Session(bench, dict.fromkeys(functions, "library"), broken=broken)
+    return {**session.measure(task or _task()), "seconds": 0.5}
 
 
 def _result(*tasks: dict[str, Any]) -> dict[str, Any]:
@@ -143,6 +145,9 @@ def test_the_table_says_how_far_the_rule_is_from_the_roofline() -> None:
     assert first["share"] == pytest.approx(first["roofline_us"] / 100, rel=0.01)
     gain, count = weak_gain([first, second])
     assert count == 2 and gain == pytest.approx((102 / 52) ** 0.5, rel=0.01)
+    kept = condensed({**result, "cublaslt": "13.1"})
+    assert [row["gain"] for row in kept["rows"]] == [pytest.approx(first["gain"], abs=1e-3), 1.0]
+    assert kept["tasks"][JOB.name]["timed"] == 8 and kept["below_80_percent"]["cases"] == 2
     assert "the rule |" in table(result) and "2 cases below 80 % of the roofline" in table(result)
 
 
@@ -166,6 +171,19 @@ def test_quantised_weights_are_exact_in_bfloat16(weight: str) -> None:
     values = codes.view(torch.float8_e4m3fn).float() if fmt.e4m3 else codes & 15 if fmt.bits == 4 else codes.view(torch.int8)
     numbers = values.double() * float(scales.max()) - (2.0 ** -5 if fmt.minimum == "stored" else 0)
     assert bool(numbers.isfinite().all()) and torch.equal(numbers.bfloat16().double(), numbers)
+
+
+def test_norms_inside_of_matmuls() -> None:
+    """One prepares a norm, the other applies it: together they are the norm between two matmuls."""
+    first = tune_cases.LinearCase(StandIn({}, {}), {**JOB.cases[0], "prepares_norm": True})
+    found = first.reference()
+    y = found["y"]
+    np.testing.assert_allclose(found["squares"].sum(-1), y.square().sum(-1))
+    second = tune_cases.LinearCase(StandIn({}, {}), {**JOB.cases[0], "k": 64, "norm_epsilon": 1e-5})
+    second.sets[0]["x"], second.sets[0]["squares"] = found["scaled"], found["squares"]
+    normed = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * first.sets[0]["norm_weight"].double()
+    expected = normed @ second.plain.double().T
+    np.testing.assert_allclose(second.reference()["y"], expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("residual", [False, True])
