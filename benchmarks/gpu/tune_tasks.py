@@ -98,7 +98,8 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
     rows, family = spec.max_rows or 0, choice.get("family")
     if family == "gemm_few":
         spread = choice["split"] <= 4 or (choice["consumers"] == 2 and choice["split"] == 6)
-        return rows > 8 and choice["columns"] >= min(rows, 64) and spread and (choice["share"] == 1 or rows > 64)
+        least = min(rows / 2 if rows >= 32 else rows, 64)
+        return rows > 8 and choice["columns"] >= least and spread and (choice["share"] == 1 or rows > 64)
     if family == "gemm_rows":
         warps, unroll, strips = choice["warps"], choice["unroll"], choice.get("strips", 1)
         if rows > 8:

@@ -104,7 +104,8 @@ def _few_tilings(n: int, k: int, rows: int) -> Iterator[Choice]:
     """Enough blocks to fill the chip, and not much more than one wave of them. Blocks of fewer rows read a strip of weights
     several times, from the L2 cache."""
     whole = 128 if rows > 64 else -(-rows // 16) * 16
-    for columns in sorted({-(-rows // 8) * 8, whole, *([64] if 64 < rows <= 256 else [])}):
+    half = -(-rows // 16) * 8
+    for columns in sorted({-(-rows // 8) * 8, whole, *([half] if rows >= 32 else []), *([64] if 64 < rows <= 256 else [])}):
         if columns > 256:
             continue
         for consumers in (1, 2) if columns <= 64 else (2,):
