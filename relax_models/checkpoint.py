@@ -26,6 +26,7 @@ from relaxpack.relax_models.contents import (
 )
 from relaxpack.relax_models.fp8_import import read_quantization
 from relaxpack.relax_models.fp8_tensors import Fp8Tensors
+from relaxpack.relax_models.gemma import NormsFromOne
 from relaxpack.relax_models.generation_import import read_generation_config, token_ids
 from relaxpack.relax_models.gguf_file import GgufFile
 from relaxpack.relax_models.gguf_tokenizer import read_gguf_tokenizer
@@ -107,7 +108,9 @@ def _open_folder(folder: Path, ignore_keys: tuple[str, ...]) -> Checkpoint:
     family = families.find_family(reader)  # first: a checkpoint of another kind may lack everything else
     files = SafetensorsFolder(folder)
     scheme = read_quantization(reader)
-    tensors = files if scheme is None else Fp8Tensors(files, scheme)
+    tensors: TensorSource = files if scheme is None else Fp8Tensors(files, scheme)
+    if family.norms_from_one:
+        tensors = NormsFromOne(tensors)
     config, tie_stated = families.read_config(reader, family)
     ends, bos = token_ids(reader, "eos_token_id"), reader.integer("bos_token_id", None)
     reader.finish()

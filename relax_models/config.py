@@ -23,7 +23,7 @@ def check_layers(file: str, layers: int) -> None:
 class ModelConfig:
     """`layer_windows[i]` is how many last tokens (itself included) a query of layer i attends to; None: all."""
 
-    architecture: str  # "llama" | "mistral" | "qwen2" | "qwen3"
+    architecture: str  # a name of `families.FAMILIES`
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -40,6 +40,8 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    activation: str = "silu"        # of the MLP's gate: "silu" | "gelu_tanh"
+    embedding_scale: float = 1.0    # of what the embedding table gives
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",

@@ -1,7 +1,7 @@
-"""The decoder-only transformer of the Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM2), described by its config.
+"""The decoder-only transformer of the Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM2, Gemma), described by its config.
 
 Math: pre-norm blocks, x += Wo·attention(RoPE(Wq h), RoPE(Wk h), Wv h) with h = rms_norm(x), then
-x += Wd·(silu(Wg h) * Wu h).
+x += Wd·(f(Wg h) * Wu h), f silu or GELU.
 Parameters carry the names of the Hugging Face checkpoints. This file knows no kernel, no weight format, no target.
 """
 
@@ -64,7 +64,7 @@ class Decoder:
         prefix = f"model.layers.{layer}.mlp"
         gate, up = (self.linear(graph, h, f"{prefix}.{part}_proj", c.intermediate_size, c.hidden_size, c.mlp_bias)
                     for part in ("gate", "up"))
-        return self.linear(graph, graph.glu("silu", gate, up), f"{prefix}.down_proj", c.hidden_size,
+        return self.linear(graph, graph.glu(c.activation, gate, up), f"{prefix}.down_proj", c.hidden_size,
                            c.intermediate_size, c.mlp_bias)
 
     @property
@@ -75,6 +75,8 @@ class Decoder:
         """Rows after the final norm, [r, H] in the dtype of activations."""
         c = self.config
         x = graph.take_rows(self._table, step.token_ids)
+        if c.embedding_scale != 1.0:    # rounded to the dtype of activations, as transformers does
+            x = graph.scale(x, c.embedding_scale)
         for layer in range(c.num_layers):
             prefix = f"model.layers.{layer}"
             h = self.norm(graph, x, f"{prefix}.input_layernorm.weight")

@@ -6,6 +6,7 @@ common keys are read once. RoPE keys are `rope_import.py`; tokenizer keys `token
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from relaxpack.errors import ConfigError
@@ -28,6 +29,11 @@ class Family:
     default_kv_heads: int | None = None   # None: as many as heads
     default_head_dim: int | None = None   # None: hidden_size / heads
     default_max_position: int = 2048
+    activations: tuple[str, ...] = ("silu",)   # values of hidden_act that mean `activation`; the first is the default
+    activation: str = "silu"           # "silu" | "gelu_tanh"
+    default_tied: bool = False
+    scaled_embedding: bool = False     # times the square root of the hidden size
+    norms_from_one: bool = False       # norm weights are stored less one
 
 
 FAMILIES = {f.name: f for f in (
@@ -37,6 +43,10 @@ FAMILIES = {f.name: f for f in (
            default_max_position=32768),
     Family("qwen3", "Qwen3ForCausalLM", "attention_bias", "attention_bias", qk_norm=True, window="switched",
            default_kv_heads=32, default_head_dim=128, default_max_position=32768),
+    # "gelu" stands in Gemma's first files and means the approximation too.
+    Family("gemma", "GemmaForCausalLM", "attention_bias", "attention_bias", default_kv_heads=16, default_head_dim=256,
+           default_max_position=8192, activations=("gelu_pytorch_tanh", "gelu"), activation="gelu_tanh",
+           default_tied=True, scaled_embedding=True, norms_from_one=True),
 )}
 
 # Harmless keys, by reason. Everything else is used or refused.
@@ -97,7 +107,10 @@ def read_config(config: KeyReader, family: Family) -> tuple[ModelConfig, bool]:
     max_position = config.integer("max_position_embeddings", family.default_max_position)
     windows = _windows(config, family, layers)
     layer_types = frozenset("full_attention" if w is None else "sliding_attention" for w in windows)
-    config.require("hidden_act", ("silu",), "the gated MLP is computed with SiLU")
+    config.require("hidden_act", family.activations, f"the gated MLP of {family.name} is computed with {family.activation}")
+    if family.activation != "silu":
+        config.require("hidden_activation", family.activations, "as hidden_act")
+        config.require("use_bidirectional_attention", (False,), "decoders only")
     config.require("is_decoder", (True, False), "decoder-only models run the same with either value")
     for key in ("is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder", "cross_attention_hidden_size",
                 "rope_interleaved"):
@@ -107,13 +120,19 @@ def read_config(config: KeyReader, family: Family) -> tuple[ModelConfig, bool]:
         num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
         vocab_size=config.integer("vocab_size"), norm_epsilon=config.number("rms_norm_eps", 1e-6),
         max_position=max_position, rope=read_rope(config, head_dim, max_position, layer_types), layer_windows=windows,
-        tie_embeddings=config.flag("tie_word_embeddings"), qkv_bias=_bias(config, family.qkv_bias, "attention_bias"),
+        tie_embeddings=config.flag("tie_word_embeddings", family.default_tied),
+        qkv_bias=_bias(config, family.qkv_bias, "attention_bias"),
         output_bias=config.flag(family.output_bias) if isinstance(family.output_bias, str) else family.output_bias,
-        mlp_bias=_bias(config, family.mlp_bias, "mlp_bias"), qk_norm=family.qk_norm)
+        mlp_bias=_bias(config, family.mlp_bias, "mlp_bias"), qk_norm=family.qk_norm, activation=family.activation,
+        embedding_scale=embedding_scale(family, hidden))
     for why, keys in _IGNORED.items():
         for key in keys:
             config.ignore(key, why)
     return model, "tie_word_embeddings" in config
+
+
+def embedding_scale(family: Family, hidden: int) -> float:
+    return math.sqrt(hidden) if family.scaled_embedding else 1.0
 
 
 def _head_dim(config: KeyReader, family: Family, hidden: int, heads: int) -> int:

@@ -15,13 +15,13 @@ from relaxpack.errors import CheckpointError, ConfigError
 from relaxpack.relax_models.audit import KeyReader
 from relaxpack.relax_models.config import ModelConfig, check_layers
 from relaxpack.relax_models.contents import TensorInfo
-from relaxpack.relax_models.families import FAMILIES
+from relaxpack.relax_models.families import FAMILIES, embedding_scale
 from relaxpack.relax_models.gguf_file import GgufFile
 from relaxpack.relax_models.rope import RopeConfig
 from relaxpack.relax_models.safetensors_folder import equal_in_chunks
 from relaxpack.weight_format import QuantizedTensor
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral is stored as llama
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma")  # Mistral is stored as llama
 _DEFAULT_THETA = 10000.0  # what GGUF readers assume when the key is absent
 
 _LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
@@ -124,7 +124,8 @@ def read_config(file: GgufFile, metadata: KeyReader) -> ModelConfig:
         max_position=max_position, rope=_rope(file, metadata, a, head_dim, max_position),
         layer_windows=(window,) * layers, tie_embeddings="output.weight" not in tensors,
         qkv_bias=bias(family.qkv_bias, "attn_q"), output_bias=bias(family.output_bias, "attn_output"),
-        mlp_bias=bias(family.mlp_bias, "ffn_up"), qk_norm=family.qk_norm)
+        mlp_bias=bias(family.mlp_bias, "ffn_up"), qk_norm=family.qk_norm, activation=family.activation,
+        embedding_scale=embedding_scale(family, hidden))
 
 
 def _ignore_general(metadata: KeyReader) -> None:

@@ -35,6 +35,9 @@ class Graph:
     def add(self, a: Expr, b: Expr) -> Expr:
         return self(relax.op.add(a, b))
 
+    def scale(self, x: Expr, factor: float) -> Expr:
+        return self(relax.op.multiply(x, relax.const(factor, x.ty.dtype)))
+
     def glu(self, activation: str, gate: Expr, up: Expr) -> Expr:
         """`activation`: "silu" or "gelu_tanh"."""
         return self(relax.op.multiply(self(getattr(relax.op.nn, activation)(gate)), up))

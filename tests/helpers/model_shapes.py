@@ -1,7 +1,8 @@
-"""Published shapes of three small models, without weights: what passes and plans are measured on."""
+"""Published shapes of small models, without weights: what passes and plans are measured on."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from relaxpack.relax_models.config import ModelConfig, expected_tensors
@@ -22,6 +23,8 @@ SHAPES: dict[str, ModelConfig] = {
     "Llama-3.2-1B": _config("llama", 2048, 8192, 16, 32, 8, 128256, 131072, RopeConfig(
         "llama3", 500000.0, 64, 131072, 32.0, 8192, None, 1.0, 4.0)),
 }
+GEMMA_2B = ModelConfig("gemma", 2048, 16384, 18, 8, 1, 256, 256000, 1e-6, 8192, RopeConfig("default", 10000.0, 256, 8192),
+                       (None,) * 18, True, False, False, False, False, "gelu_tanh", math.sqrt(2048))
 
 
 def formats_of(config: ModelConfig, table: str, rest: str) -> Mapping[str, WeightFormat]:

@@ -47,6 +47,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
               "max_window_layers": 1, "sliding_window": 32},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32,
               "tie_word_embeddings": True},
+    "gemma": {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "head_dim": 32, "num_key_value_heads": 1,
+              "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
 }
 
 
@@ -87,7 +89,7 @@ def make_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
             tensors[f"{name}.bias"] = rng.normal(0, 0.2, out)
 
     def norm(name: str, width: int) -> None:
-        tensors[f"{name}.weight"] = 1 + rng.normal(0, 0.1, width)
+        tensors[f"{name}.weight"] = (kind != "gemma") + rng.normal(0, 0.1, width)
 
     tensors["model.embed_tokens.weight"] = rng.normal(0, 1, (config["vocab_size"], hidden))
     for layer in range(config["num_hidden_layers"]):
@@ -104,7 +106,7 @@ def make_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
         linear(f"{prefix}.mlp.up_proj", inner, hidden, mlp_bias)
         linear(f"{prefix}.mlp.down_proj", hidden, inner, mlp_bias)
     norm("model.norm", hidden)
-    if not config.get("tie_word_embeddings"):
+    if not config.get("tie_word_embeddings", kind == "gemma"):
         linear("lm_head", config["vocab_size"], hidden)
     return {name: value.astype(np.float32) for name, value in tensors.items()}
 

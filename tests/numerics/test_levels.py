@@ -122,7 +122,7 @@ def test_each_pass_on_request(checkpoint: Checkpoint, plain: np.ndarray, name: s
     np.testing.assert_allclose(logits(checkpoint, lowered), plain, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma"])
 def test_families(tmp_path: Path, family: str) -> None:
     """Windows, biases of queries alone, norms of heads (which the plain kernels lack): `-O0` against every pass there is.
     test_models.py compares the default with references."""

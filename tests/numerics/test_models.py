@@ -42,6 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window, linear": ("mistral", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
     "qwen2, bias, window from layer 1, yarn": ("qwen2", {"use_sliding_window": True, "rope_theta": 1e6, "rope_scaling": {
         "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}),
+    "gemma, one key head, no word of the tied head": ("gemma", {"tie_word_embeddings": ..., "hidden_act": "gelu"}),
     "qwen3, head norms, window by layer type, tied": ("qwen3", {
         "use_sliding_window": True, "sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}),
 }

@@ -1,11 +1,13 @@
-"""A decode step of Llama-3.2-1B for sm_90a, two of its layers, as far as no GPU is needed: every kernel is ours, none could
-run beside another, and little more than weights, keys and values, and logits is moved. No code is generated; docs/passes.md
-has the whole models.
+"""A decode step of Llama-3.2-1B and of Gemma-2B for sm_90a, two layers each, as far as no GPU is needed: every kernel is
+ours, none could run beside another, and little more than weights, keys and values, and logits is moved. No code is
+generated; docs/passes.md has the whole models.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+
+import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
@@ -14,15 +16,19 @@ from relaxpack.lowering import attention_spec
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.pipeline import phases, run_phases
 from relaxpack.passes.step_table import step_table
+from relaxpack.relax_models.config import ModelConfig
 from relaxpack.relax_models.export import BuildLimits, export_model
 from relaxpack.schedules.rest import SOURCE, rest_rule
 from relaxpack.step_costs import floor_bytes
 from relaxpack.target import parse_target
-from tests.helpers.model_shapes import SHAPES, formats_of
+from tests.helpers.model_shapes import GEMMA_2B, SHAPES, formats_of
 
 
-def test_a_step_for_sm_90a() -> None:
-    config = replace(SHAPES["Llama-3.2-1B"], num_layers=2, layer_windows=(None,) * 2)
+@pytest.mark.parametrize(("model", "loops"), [(SHAPES["Llama-3.2-1B"], {"next_token_ids"}),
+                                              (GEMMA_2B, {"next_token_ids", "multiply"})], ids=["llama", "gemma"])
+def test_a_step_for_sm_90a(model: ModelConfig, loops: set[str]) -> None:
+    """`loops`: what is no kernel of a provider but an element-wise loop; Gemma scales its embeddings."""
+    config = replace(model, num_layers=2, layer_windows=(None,) * 2)
     target, limits = parse_target("cuda:sm_90a"), BuildLimits(2048, max_batch=1, prefill_chunk=16)
     all_phases = phases(kernel_provider(target), attention_spec(config, limits, "bfloat16", "bfloat16"),
                         formats_of(config, "bf16", "bf16"), PipelineConfig(decode_buckets=(1,), cuda_graph=True),
@@ -36,4 +42,4 @@ def test_a_step_for_sm_90a() -> None:
     assert max(c["depth"] for c in calls) == len(calls)
     rest = {gv.name_hint: str(f.attrs[SOURCE]) for gv, f in lowered.functions_items()
             if isinstance(f, tvm.tirx.PrimFunc) and f.attrs and SOURCE in f.attrs}
-    assert set(rest.values()) == {"rule:cuda.elementwise"} and "next_token_ids" in rest, rest
+    assert set(rest.values()) == {"rule:cuda.elementwise"} and loops <= set(rest), rest

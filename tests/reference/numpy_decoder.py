@@ -19,6 +19,17 @@ def weight(checkpoint: Checkpoint, name: str) -> np.ndarray:
     return value.dequantize() if isinstance(value, QuantizedTensor) else value.astype(np.float32)
 
 
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    return x / 2 * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
+
+
+ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+
+
 def rms_norm(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
     return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(epsilon)) * scale
 
@@ -69,7 +80,7 @@ def hidden_states(checkpoint: Checkpoint, token_ids: list[int], max_context: int
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         return rms_norm(x, weight(checkpoint, f"{name}.weight"), c.norm_epsilon)
 
-    x = weight(checkpoint, "model.embed_tokens.weight")[token_ids]
+    x = weight(checkpoint, "model.embed_tokens.weight")[token_ids] * np.float32(c.embedding_scale)
     for layer in range(c.num_layers):
         at = f"model.layers.{layer}"
         h = norm(x, f"{at}.input_layernorm")
@@ -80,5 +91,5 @@ def hidden_states(checkpoint: Checkpoint, token_ids: list[int], max_context: int
         x = x + linear(o, f"{at}.self_attn.o_proj")
         h = norm(x, f"{at}.post_attention_layernorm")
         gate = linear(h, f"{at}.mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
+        x = x + linear(ACTIVATIONS[c.activation](gate) * linear(h, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
     return norm(x, "model.norm")

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, np.ndarray]]] = {
     "head_dim": ("head_dim", {}, {}),
     "qwen2": ("qwen2", {}, {}),
     "qwen3": ("qwen3", {}, {}),
+    "gemma": ("gemma", {}, {}),
     "linear": ("llama", scaling(type="linear", factor=4.0), {}),
     "yarn": ("llama", scaling(type="yarn", factor=4.0, original_context_length=128), {}),
     "llama3 factors": ("llama", {}, {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}),

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3, layer types": ("qwen3", {"use_sliding_window": True, "sliding_window": 100,
                                      "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma": ("gemma", {}),
     "rope_parameters": ("llama", {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
     "dynamic, short": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}),

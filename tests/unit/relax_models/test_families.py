@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from relaxpack.errors import CheckpointError, ConfigError
@@ -41,13 +43,33 @@ def test_equals_transformers_classes(family: str) -> None:
     config = {k: v for k, v in make_config(family).items() if k not in ("rms_norm_eps", "tie_word_embeddings",
                                                                         "max_position_embeddings", "rope_theta")}
     ours, _ = read(family, **dict.fromkeys(set(make_config(family)) - set(config), ...))
-    kind = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[config["model_type"]]
+    kind = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
+            "gemma": "Gemma"}[config["model_type"]]
     theirs = getattr(transformers, f"{kind}Config")(**config)
     assert (ours.max_position, ours.norm_epsilon, ours.tie_embeddings, ours.num_kv_heads) == (
         theirs.max_position_embeddings, theirs.rms_norm_eps, theirs.tie_word_embeddings, theirs.num_key_value_heads)
     with torch.device("meta"):
         model = getattr(transformers, f"{kind}ForCausalLM")(theirs)
     assert {n: tuple(p.shape) for n, p in model.named_parameters()} == expected_tensors(ours)
+
+
+@pytest.mark.parametrize("changes", [{}, {"hidden_act": "gelu"}, {"hidden_activation": None}, {"hidden_act": ...},
+                                     {"hidden_activation": "gelu_pytorch_tanh"}], ids=str)
+def test_gemma_computes_one_gelu(changes: dict[str, Any]) -> None:
+    config, _ = read("gemma", **changes)
+    assert (config.activation, config.embedding_scale, config.tie_embeddings) == ("gelu_tanh", 8.0, True)
+
+
+def test_norms_that_are_stored_less_one(tmp_path: Path) -> None:
+    """In float32 whatever the file's dtype is: 1 + w does not fit bfloat16."""
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "m", "gemma", dtype="bfloat16"))
+    stored = make_tensors(make_config("gemma"))
+    for name in ("model.norm.weight", "model.layers.1.post_attention_layernorm.weight"):
+        value = checkpoint.read(name)
+        assert isinstance(value, np.ndarray) and value.dtype == np.float32
+        assert checkpoint.tensors[name].format.name == "f32"
+        np.testing.assert_array_equal(value, stored[name].astype(ml_dtypes.bfloat16).astype(np.float32) + 1)
+    assert checkpoint.tensors["model.embed_tokens.weight"].format.name == "bf16"
 
 
 def test_head_dim_is_not_hidden_over_heads() -> None:
@@ -59,7 +81,7 @@ def test_head_dim_is_not_hidden_over_heads() -> None:
 
 @pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads", "rope_scaling", "sliding_window", "rms_norm_eps",
                                  "attention_bias", "mlp_bias", "pretraining_tp", "something_unknown"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
 def test_null_keys_mean_the_default(family: str, key: str) -> None:
     changes: dict[str, Any] = {key: None}
     if key == "num_key_value_heads":
@@ -97,6 +119,11 @@ def test_windows(family: str, changes: dict[str, Any], windows: tuple[int | None
     ("llama", {"model_type": "mixtral"}, ["'mixtral'", "contradicts"]),
     ("llama", {"architectures": ..., "model_type": "mamba"}, ["'mamba'", "llama"]),
     ("llama", {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
+    ("gemma", {"hidden_act": "silu"}, ["hidden_act", "'silu'", "'gelu_pytorch_tanh'"]),
+    ("gemma", {"hidden_activation": "relu"}, ["hidden_activation", "'relu'", "'gelu_pytorch_tanh'"]),
+    ("gemma", {"use_bidirectional_attention": True}, ["use_bidirectional_attention", "True"]),
+    ("gemma", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping = 30.0", "--ignore-config-key"]),
+    ("gemma", {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, ["Gemma2ForCausalLM", "gemma"]),
     ("llama", {"hidden_size": ...}, ["'hidden_size'", "missing"]),
     ("llama", {"hidden_size": "64"}, ["'hidden_size'", "'64'", "int"]),
     ("llama", {"num_hidden_layers": 0}, ["number of layers", "got 0"]),

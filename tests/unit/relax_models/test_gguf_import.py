@@ -27,9 +27,10 @@ def llama(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "hf", "llama")
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_bias", "head_dim", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "llama_bias", "head_dim", "mistral", "qwen2", "qwen3", "gemma"])
 def test_equals_the_folder_it_was_made_from(tmp_path: Path, family: str) -> None:
-    """q and k of llama-architecture files come back in half order, biases included; other families are as stored."""
+    """q and k of llama-architecture files come back in half order, biases included; norms of gemma's have their one; all
+    else is as stored."""
     changes = {"sliding_window": None} if family == "mistral" else {}  # GGUF keeps Mistral as llama, without window
     folder = open_checkpoint(write_checkpoint(tmp_path / "hf", family, **changes))
     got = open_checkpoint(write_gguf(tmp_path / "m.gguf", tmp_path / "hf"))
@@ -124,7 +125,7 @@ def test_longrope_needs_both_tables(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("metadata", "words"), [
-    ({"general.architecture": "mamba"}, ["'mamba'", "llama, qwen2, qwen3"]),
+    ({"general.architecture": "mamba"}, ["'mamba'", "llama, qwen2, qwen3, gemma"]),
     (scaling(type="ntk", factor=2.0), ["'ntk'", "yarn"]),
     (scaling(type="yarn", factor=2.0), ["original_context_length"]),
     (scaling(type="linear"), ["rope.scaling.factor"]),
