@@ -101,9 +101,9 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
         least = min(rows / 2 if rows >= 32 else rows, 64)
         return rows > 8 and choice["columns"] >= least and spread and (choice["share"] == 1 or rows > 64)
     if family == "gemm_rows":
-        warps, unroll, strips = choice["warps"], choice["unroll"], choice.get("strips", 1)
-        if rows > 8:
-            return (warps, unroll, strips) in {(2, 2, 2), (4, 1, 2), (8, 1, 2), (8, 2, 2), (4, 4, 1), (8, 2, 1), (16, 1, 1)}
+        warps, unroll = choice["warps"], choice["unroll"]
+        if rows > 8:       # its loads need the L1 cache, and gemm_few, which the others are, leaves it none in a step
+            return False
         few = {(4, 4), (8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4), (32, 1), (32, 2)}
         return (warps, unroll) in few or (spec.out_features > 8192 and warps <= 4)
     if family == "gemm_few_quant":
