@@ -113,7 +113,7 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
                   {(4, 2), (4, 4), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1)})
         return (choice["warps"], choice["unroll"]) in likely
     if family == "gemm_many":
-        return rows > 128 or choice["tile_n"] <= 128
+        return rows < 1024 or (bool(choice.get("skew")) and (choice["cluster"] == 1 or "group_m" not in choice))
     return choice.get("algorithm", 0) < (6 if rows >= 64 else 3)
 
 

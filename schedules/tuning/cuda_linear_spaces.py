@@ -22,6 +22,8 @@ from .space import ListedSpace, Parameters, Space
 
 Choice = dict[str, Any]
 ALGORITHMS = 6                   # of a library's ranking that are tried
+_CLUSTERS = {2: 66, 3: 39}      # clusters of so many blocks that are on an H200 at once, a block to each multiprocessor
+_TILE_START = 24                # what a tile costs beside its columns, in columns
 _REGISTERS_OF_WEIGHTS = 64       # a thread may hold while its loads are under way, in blocks of 512 threads; else twice that
 
 
@@ -121,11 +123,30 @@ def _few_tilings(n: int, k: int, rows: int) -> Iterator[Choice]:
 
 
 def _many_tilings(spec: LinearSpec) -> Iterator[Choice]:
-    for tile in sorted(linear.TILE_COST):
-        for cluster in (1, 2):
-            if not spec.gated or (tile in (128, 256) and cluster == 1):
-                for group in (8, 16) if spec.max_rows is not None and spec.max_rows >= 2048 else (8,):
-                    yield {"family": "gemm_many", "tile_n": tile, "cluster": cluster,
+    """Only widths whose waves over the chip are not much worse than the best one's. K is split where tiles alone leave much
+    of the chip without work; clusters that share a tile, warpgroups out of step and longer walks are for many rows. What
+    the kernel does by default is left out, as the rule's choices leave it."""
+    assert spec.max_rows is not None
+    n, rows = spec.out_features, spec.max_rows
+    found: list[tuple[int, int, Choice]] = []
+    for tile in (64, 96, 128, 144, 160, 192, 208, 224, 240, 256):
+        for split in (1, 2, 3):
+            tiles = -(-rows // 128) * -(-n // tile)
+            width = tile // split // (2 if spec.gated else 1)
+            if tile % split or width % 16 or (spec.gated and tile % 32) or (split > 1 and tiles > _CLUSTERS[split]):
+                continue
+            waves = -(-tiles * split // linear.MULTIPROCESSORS)
+            found.append((waves, waves * (tile // split + _TILE_START), {
+                "tile_n": tile, **({"split": split} if split > 1 else {})}))
+    least = min(cost for _, cost, _ in found)
+    for waves, cost, choice in found:
+        if cost > (1.3 if waves <= 3 else 1.1) * least:
+            continue
+        many = rows >= 1024 and "split" not in choice
+        for cluster in (1, 2) if many else (1,):
+            for skew in (0, 1) if many else (0,):
+                for group in (8, 16) if many and rows >= 2048 else (8,):
+                    yield {"family": "gemm_many", **choice, "cluster": cluster, **({"skew": skew} if skew else {}),
                            **({"group_m": group} if group != 8 else {})}
 
 
