@@ -12,8 +12,10 @@ import pytest
 from relaxpack.kernel_spec import COUNT_BITS, FIRST_EDIT, IN_PROMPT, Kernel, LinearSpec, SamplingSpec, counts_width
 from relaxpack.schedules.kernels.cuda import sampling_pick
 from relaxpack.schedules.kernels.cuda.head_sample import head_sample
+from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.schedules.kernels.cuda.sampling import sample
 from relaxpack.schedules.kernels.cuda.sampling_scan import SCAN_THREADS, scan_blocks
+from relaxpack.target import parse_target
 from relaxpack.weight_format import FORMATS
 from tests.helpers import cuda_harness, sampling_case
 from tests.helpers import matmul_case as case
@@ -64,7 +66,8 @@ class Run:
         module = EmulatedModule(cuda_harness.generate_source({s.name: s.func for s in kernel.stages}, "sm_90a"))
         held = {**vars(self), "logits": self.y, "x": self.x.view(np.uint16), "weight": self.weight.view(np.uint16)}
         for stage, grid, count in zip(kernel.stages, grids, threads, strict=True):
-            module.run(f"{stage.name}_kernel", grid, count, **held, t=self.rows, b=self.rows, c=2)
+            late = ("x", "settings", "counters", "counts") if "x" in stage.inputs else ()   # written by the kernel before
+            module.run(f"{stage.name}_kernel", grid, count, late=late, **held, t=self.rows, b=self.rows, c=2)
 
 
 def fused(run: Run, **tiling: int) -> None:
@@ -118,3 +121,14 @@ def test_everything_has_the_bits_of_two_kernels(vocab: int, rows: int, tiling: d
     ids=["rows", "bias", "masks", "vocabulary", "short", "16-bit logits", "quantised", "any rows"])
 def test_what_is_left_apart(given: LinearSpec, sampling: SamplingSpec) -> None:
     assert head_sample(given, sampling, "sm_90a") is None
+
+
+def test_a_head_that_was_chosen_or_measured_stays_apart() -> None:
+    class Tuned:
+        def kernel(self, operation: str, asked: LinearSpec, label: str) -> tuple[Kernel, str]:
+            return Kernel((), "rule:test"), "tuned:1"
+
+    target, given = parse_target("cuda:sm_90a"), (spec(4096), SamplingSpec(4096))
+    assert CudaKernels(target, library_for=lambda asked: "cublaslt").head_sample(*given) is None
+    assert CudaKernels(target, tuned=Tuned()).head_sample(*given) is None  # type: ignore[arg-type]
+    assert CudaKernels(target).head_sample(*given) is not None

@@ -55,6 +55,7 @@ def test_many(rng, n, k, t, dtype, out_dtype, options):
      {"columns": 16, "consumers": 2, "split": 2, "share": 2, "glu": "swiglu", "bias": True, "residual": True,
       "dependent_launch": True}),
     (72, 712, 9, "bfloat16", "float32", {"columns": 16, "consumers": 1, "split": 3, "residual": True}),
+    (48, 264, 9, "bfloat16", "bfloat16", {"columns": 16, "consumers": 1, "glu": "geglu", "bias": True}),
 ])
 def test_few(rng, n, k, t, dtype, out_dtype, options):
     split, share = options.get("split", 1), options.get("share", 1)
