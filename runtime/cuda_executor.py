@@ -8,7 +8,8 @@ text whatever else is in the step. The host draws only for sequences with more b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from relaxpack.runtime.step_inputs import Arrays
 from relaxpack.runtime.step_plan import StepHandle, StepPlan, StepResult, StepSampling
 
 _ERRORS = {-1: NOT_FINITE, -2: NOTHING_ALLOWED}
-_Masks = Mapping[int, np.ndarray | None]        # by index of the state
 
 
 def draws_in_step(state: SamplingState) -> bool:
@@ -44,21 +44,24 @@ def _in_step(sampling: StepSampling) -> bool:
 
 def _filler(rows: Sequence[int], states: Sequence[SamplingState], counts_rows: Sequence[int], ahead: int = 0,
             masks: Sequence[np.ndarray | None] = ()) -> FillSampling:
-    """Writes the settings of each state to its row; `ahead` counts output tokens that are drawn but not known yet."""
+    """Writes the settings of each state to its row; `ahead` counts output tokens that are drawn but not known yet.
+    `masks`: bits of allowed tokens."""
+    settings = [(0.0 if p.greedy else p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
+                 p.frequency_penalty, p.typical_p) for p in (state.params for state in states)]
+    counters = [(state.params.top_k, *_halves(state.key), state.num_output + ahead, counts_row)
+                for state, counts_row in zip(states, counts_rows, strict=True)]
+
     def fill(arrays: Arrays) -> int:
-        for i, state, counts_row in zip(rows, states, counts_rows, strict=True):
-            p = state.params
-            arrays["settings"][i, :7] = (0.0 if p.greedy else p.temperature, p.top_p, p.min_p, p.repetition_penalty,
-                                         p.presence_penalty, p.frequency_penalty, p.typical_p)
-            arrays["counters"][i, :5] = (p.top_k, *_halves(state.key), state.num_output + ahead, counts_row)
+        if rows:
+            arrays["settings"][rows, :7] = settings
+            arrays["counters"][rows, :5] = counters
         used = 0
-        for i, mask in zip(rows, masks, strict=False):
-            if mask is not None:
+        for i, bits in zip(rows, masks, strict=False):
+            if bits is not None:
                 arrays["counters"][i, 5] = used
-                packed = np.packbits(mask, bitorder="little")
-                words = arrays["allowed"][used].view(np.uint8)
-                words[:len(packed)] = packed
-                words[len(packed):] = 0
+                row = arrays["allowed"][used].view(np.uint8)
+                row[:len(bits)] = bits
+                row[len(bits):] = 0
                 used += 1
         return used
 
@@ -104,8 +107,8 @@ class CudaExecutor:
         logits = self._runner.start(plan)
         states, rows = sampling.states, sampling.rows
         num_rows = sum(len(s.logit_offsets) for s in plan.sequences)
-        masks = {i: s.constraint.mask() for i, s in enumerate(states) if s.constraint is not None}
         on_host = {i for i, s in enumerate(states) if not fits(s)}
+        masks = {i: s.constraint.bits() for i, s in enumerate(states) if s.constraint is not None and i not in on_host}
         token_ids, logprobs = np.full(len(states), -1), np.zeros(len(states))
         for part in _rounds(rows, on_host):
             ours = [states[i] for i in part]
@@ -114,11 +117,10 @@ class CudaExecutor:
             for values, found in zip((token_ids, logprobs), drawn, strict=True):
                 values[part] = np.array(found)[[rows[i] for i in part]]
         result = _result(token_ids.tolist(), logprobs.tolist(), states)
-        self._finish_on_host(logits, sampling, masks, on_host, result)
+        self._finish_on_host(logits, sampling, on_host, result)
         return result
 
-    def _finish_on_host(self, logits: object, sampling: StepSampling, masks: _Masks, on_host: set[int],
-                        result: StepResult) -> None:
+    def _finish_on_host(self, logits: Any, sampling: StepSampling, on_host: set[int], result: StepResult) -> None:
         """What needs logits on the host: prompt scores, likeliest tokens, and draws of those in `on_host`."""
         states, rows, scores = sampling.states, sampling.rows, sampling.prompt_scores
         tops = [i for i, s in enumerate(states) if s.params.logprobs and i not in on_host and i not in result.errors]
@@ -132,8 +134,7 @@ class CudaExecutor:
         found = sampler.score(values, [place[rows[i]] for i in tops], [result.token_ids[i] for i in tops],
                               [states[i].params.logprobs or 0 for i in tops])
         own = sorted(on_host)
-        drawn = sampler.sample(values, [place[rows[i]] for i in own], [states[i] for i in own],
-                               masks={k: masks.get(i) for k, i in enumerate(own)})
+        drawn = sampler.sample(values, [place[rows[i]] for i in own], [states[i] for i in own])
         for k, i in enumerate(own):
             result.token_ids[i] = drawn.token_ids[k]
             if k in drawn.errors:

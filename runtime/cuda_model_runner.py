@@ -180,13 +180,13 @@ class CudaModelRunner:
             logits, views["settings"], views["counters"], self._counts, views["allowed"]])
         return self._download(token_ids, logprobs, rows)
 
-    def write_counts(self, row: int, words: np.ndarray, first: int = 0) -> None:
-        """Start writing a part of a row of counts (`kernel_spec.SamplingSpec`), int32, from word `first` on."""
+    def write_counts(self, row: int, first: int, count: int, fill: Callable[[np.ndarray], None]) -> None:
+        """Start writing `count` words, which `fill` makes, of a row of counts (see `SamplingSpec`), from `first` on."""
         pinned, written = self._count_writes[self._count_write % _COUNT_WRITES]
         self._count_write += 1
         written.wait()
-        pinned.array[:len(words)] = words
-        cuda_memory.upload(self._counts, pinned, len(words) * 4, (row * int(self._counts.shape[1]) + first) * 4)
+        fill(pinned.array[:count])
+        cuda_memory.upload(self._counts, pinned, count * 4, (row * counts_width(self.vocab_size) + first) * 4)
         written.record()
 
     def _download(self, token_ids: Any, logprobs: Any, rows: int) -> SampledTokens:

@@ -6,7 +6,7 @@ what a step drew whose result was dropped. The form of a row: `kernel_spec.Sampl
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,7 +24,9 @@ class CountsMemory(Protocol):
     max_batch: int
     vocab_size: int
 
-    def write_counts(self, row: int, words: np.ndarray, first: int = 0) -> None: ...
+    def write_counts(self, row: int, first: int, count: int, fill: Callable[[np.ndarray], None]) -> None:
+        """Start writing `count` words of a row from `first` on, which `fill` makes, int32."""
+        ...
 
 
 def fits(state: SamplingState) -> bool:
@@ -55,10 +57,10 @@ class _Row:
     biases: np.ndarray              # float32, of the edited tokens
     banned: list[int] = field(default_factory=list)     # as the device knows it
 
-    def edits(self) -> np.ndarray:
-        values = self.biases.copy()
+    def fill_edits(self, words: np.ndarray) -> None:
+        values = words.view(np.float32)
+        values[:] = self.biases
         values[np.isin(self.edited, self.banned)] = -np.inf
-        return values
 
 
 class DeviceCounts:
@@ -92,7 +94,7 @@ class DeviceCounts:
             banned = state.banned(ahead)
             if banned != row.banned:
                 row.banned = banned
-                self._memory.write_counts(row.index, row.edits().view(np.int32), self._memory.vocab_size + FIRST_EDIT)
+                self._memory.write_counts(row.index, self._memory.vocab_size + FIRST_EDIT, len(row.edited), row.fill_edits)
         row.position = position
         return row.index
 
@@ -101,12 +103,14 @@ class DeviceCounts:
         bias = state.params.logit_bias
         row = _Row(index, state.num_output, edited, np.array([bias.get(i, 0.0) for i in edited.tolist()], np.float32),
                    state.banned())
-        words = np.zeros(counts_width(vocab), np.int32)
-        words[state.token_ids[:state.num_prompt]] = IN_PROMPT
-        tokens, counts = np.unique(np.array(state.token_ids[state.num_prompt:], np.int64), return_counts=True)
-        words[tokens] += counts.astype(np.int32)
-        words[edited] |= (FIRST_EDIT + np.arange(len(edited), dtype=np.int32)) << COUNT_BITS
-        words[vocab:vocab + FIRST_EDIT] = -1        # nothing was drawn yet
-        words[vocab + FIRST_EDIT:][:len(edited)] = row.edits().view(np.int32)
-        self._memory.write_counts(index, words)
+
+        def fill(words: np.ndarray) -> None:
+            words[:] = 0
+            words[state.token_ids[:state.num_prompt]] = IN_PROMPT
+            np.add.at(words, state.token_ids[state.num_prompt:], 1)
+            words[edited] |= (FIRST_EDIT + np.arange(len(edited), dtype=np.int32)) << COUNT_BITS
+            words[vocab:vocab + FIRST_EDIT] = -1        # nothing was drawn yet
+            row.fill_edits(words[vocab + FIRST_EDIT:][:len(edited)])
+
+        self._memory.write_counts(index, 0, counts_width(vocab), fill)
         return row

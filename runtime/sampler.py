@@ -42,6 +42,10 @@ class Constraint(Protocol):
         """bool [vocabulary or fewer], True where allowed; None: no restriction now."""
         ...
 
+    def bits(self) -> np.ndarray | None:
+        """The same as uint8 of 8 tokens each, the first in the lowest bit; what is beyond the vocabulary does not matter."""
+        ...
+
     def accept(self, token_id: int) -> bool:
         """Move on by a token; False when it is not allowed."""
         ...

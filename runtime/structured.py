@@ -88,9 +88,12 @@ class GrammarConstraint:
 
     def mask(self) -> np.ndarray:
         """bool [vocab_size]."""
+        return np.unpackbits(self.bits(), bitorder="little")[:self._vocab_size].view(np.bool_)
+
+    def bits(self) -> np.ndarray:
+        """Good until the next call."""
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        bits = np.unpackbits(self._words.view(np.uint8), bitorder="little")
-        return bits[:self._vocab_size].view(np.bool_)
+        return self._words.view(np.uint8)
 
     def accept(self, token_id: int) -> bool:
         return bool(self._matcher.consume_token(token_id))

@@ -51,10 +51,14 @@ class EvenOrOdd:
 
     def __init__(self, vocab: int) -> None:
         self.masks = [np.arange(vocab) % 2 == k for k in range(2)]
+        self.packed = [np.packbits(mask, bitorder="little") for mask in self.masks]
         self.turn = 0
 
     def mask(self) -> np.ndarray:
         return self.masks[self.turn]
+
+    def bits(self) -> np.ndarray:
+        return self.packed[self.turn]
 
     def accept(self, token_id: int) -> bool:
         self.turn = 1 - self.turn

@@ -32,6 +32,10 @@ class Thirds:
         allowed = np.arange(self.vocab - 4) % 3 == (self.last + 1) % 3      # shorter than the vocabulary: the rest is not
         return None if self.last % 5 == 0 else allowed
 
+    def bits(self) -> np.ndarray | None:
+        mask = self.mask()
+        return None if mask is None else np.packbits(mask, bitorder="little")
+
     def accept(self, token_id: int) -> bool:
         before, self.last = self.mask(), token_id
         return before is None or bool(token_id < len(before) and before[token_id])

@@ -6,6 +6,7 @@ gives the same text whatever else is in the step.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -154,8 +155,9 @@ class Memory:
     def __init__(self) -> None:
         self.writes: list[tuple[int, int, int]] = []
 
-    def write_counts(self, row: int, words: np.ndarray, first: int = 0) -> None:
-        self.writes.append((row, first, len(words)))
+    def write_counts(self, row: int, first: int, count: int, fill: Callable[[np.ndarray], None]) -> None:
+        fill(np.empty(count, np.int32))
+        self.writes.append((row, first, count))
 
 
 def test_rows_of_counts_are_filled_once_and_taken_from_who_was_idle_longest() -> None:
