@@ -38,6 +38,7 @@ from relaxpack.placeholders import (
     LINEAR,
     PREFILL_ATTENTION,
     RMS_NORM,
+    ROPE_APPEND_ATTENTION,
     SAMPLE,
 )
 from relaxpack.weight_format import FORMATS
@@ -75,7 +76,7 @@ class _Rewriter(FunctionRewriter):
             return self._embedding(call, operands)
         if name in (RMS_NORM, ADD_RMS_NORM):
             return self._norm(name, call, operands)
-        if name in (PREFILL_ATTENTION, DECODE_ATTENTION):
+        if name in (PREFILL_ATTENTION, DECODE_ATTENTION, ROPE_APPEND_ATTENTION):
             return self._attention(name, call, operands)
         if name == SAMPLE:
             return self._sample(call, operands)
@@ -134,6 +135,11 @@ class _Rewriter(FunctionRewriter):
         spec = replace(self.attention, window=int(window) or None)
         facts = {"heads": spec.num_heads, "head_dim": spec.head_dim, "rotary_dim": spec.rotary_dim,
                  "kv_bytes": 2 * spec.num_kv_heads * spec.head_dim * (4 if spec.kv_dtype == "float32" else 2)}
+        if name == ROPE_APPEND_ATTENTION:
+            fused = self.provider.rope_append_attention(spec, int(call.ty.shape[0]))
+            assert fused is not None, "FuseRopeAppendAttention asked before"
+            return self._call(fused, buffers, {"y": call.ty},
+                              {"operation": "rope_append_attention", "window": spec.window, **facts})
         rope = self._call(self.provider.rope_append(spec), buffers, {"q": call.ty}, {"operation": "rope_append", **facts})
         buffers["q"] = self.emit(rope)
         attend = self.provider.prefill_attention if name == PREFILL_ATTENTION else self.provider.decode_attention

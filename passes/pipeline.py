@@ -27,6 +27,7 @@ from relaxpack.passes.fold_scales import FoldScales
 from relaxpack.passes.fuse_add_norm import FuseAddNorm
 from relaxpack.passes.fuse_head_sample import FuseHeadSample
 from relaxpack.passes.fuse_residual import FuseResidual
+from relaxpack.passes.fuse_rope_append_attention import FuseRopeAppendAttention
 from relaxpack.passes.fuse_unpack_matmul import FuseUnpackMatmul, FuseUnpackOnly
 from relaxpack.passes.lower_kernels import LowerKernels
 from relaxpack.passes.memory_plan import VerifyMemoryPlan
@@ -48,6 +49,7 @@ Phase = tuple[str, list[Any]]
 OPTIONAL: dict[str, int] = {
     "ShareRopeTable": 1, "FoldConstant": 1, "EliminateCommonSubexpr": 1, "PlanMemory": 1,
     "FoldScales": 2, "CombineParallelMatmul": 2, "FuseEpilogues": 2, "FuseAddNorm": 2, "FuseOps": 2,
+    "FuseRopeAppendAttention": 2,
     "SelectRowsEarly": 3, "RewriteCUDAGraph": 3,
 }
 # Passes that run only where they are asked for by name: they cost accuracy or win nothing by measurement (docs/passes.md).
@@ -105,6 +107,7 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
             *([SpecializeBuckets("decode", "t", config.decode_buckets)] if config.decode_buckets else []),
             *([SpecializeBuckets("prefill", "t", config.prefill_buckets)] if config.prefill_buckets else []),
             *requested("FuseHeadSample", FuseHeadSample(provider)),
+            *unless("FuseRopeAppendAttention", FuseRopeAppendAttention(provider, attention)),
             LowerKernels(provider, attention),
             PruneParameters,
             relax.transform.LegalizeOps(),

@@ -81,9 +81,11 @@ def _costs(facts: dict[str, Any], weights: list[Any], activations: list[Any], ou
     if kind == "attention":
         return {"row_bytes": sum(_row_bytes(ty, rows) for ty in [*activations[:1], *outputs[:1]]),
                 "context_bytes": facts["kv_bytes"], "context_flops": 4 * facts["heads"] * facts["head_dim"]}
-    if kind == "rope_append":
-        return {"row_bytes": _row_bytes(activations[0], rows) + _row_bytes(outputs[0], rows) + facts["kv_bytes"]
-                + facts["rotary_dim"] * 4, "row_flops": 3 * facts["heads"] * facts["rotary_dim"]}
+    if kind in ("rope_append", "rope_append_attention"):
+        costs = {"row_bytes": _row_bytes(activations[0], rows) + _row_bytes(outputs[0], rows) + facts["kv_bytes"]
+                 + facts["rotary_dim"] * 4, "row_flops": 3 * facts["heads"] * facts["rotary_dim"]}
+        attends = {"context_bytes": facts["kv_bytes"], "context_flops": 4 * facts["heads"] * facts["head_dim"]}
+        return costs if kind == "rope_append" else costs | attends
     moved = sum(_row_bytes(ty, rows) for ty in [*activations, *outputs])
     return {"weight_bytes": weight_bytes, "row_bytes": moved,
             "row_flops": sum(_row_elements(ty, rows) for ty in outputs) * (4 if "norm" in kind else 1)}

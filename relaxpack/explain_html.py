@@ -56,6 +56,7 @@ def page(what: dict[str, Any]) -> str:
 
 
 def _color(operation: str) -> int:
+    operation = {"rope_append_attention": "attention"}.get(operation, operation)
     return _OPERATIONS.index(operation) if operation in _OPERATIONS else len(_OPERATIONS) - 1
 
 

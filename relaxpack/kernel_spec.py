@@ -17,6 +17,9 @@ Buffer names and types by operation (I = activation dtype of the spec, inputs fi
     rope_append  qkv I[t, (H+2KV)*D], rope_table f32[max_position, rotary_dim] (cos | sin halves), positions i32[t],
                  slots i32[t], [q_norm f32[D], k_norm f32[D]], pages → (in place) pages, q I[t, H*D]
     decode_attention   q I[t, H*D], pages, page_table i32[t, max_pages], lengths i32[t] → y I[t, H*D]
+    rope_append_attention   inputs of rope_append, page_table i32[t, max_pages], lengths i32[t]
+                       → (in place) pages, y I[t, H*D]; a stage may have page table and lengths read, and keys of
+                       earlier steps, before the kernels ahead of it are complete
     prefill_attention  q I[t, H*D], pages, page_table i32[b, max_pages], query_start i32[b+1], lengths i32[b]
                        → y I[t, H*D]
     sample       logits f32[b, V], settings f32[b, 8], counters i32[b, 8], counts i32[c, V + 512],
@@ -197,6 +200,9 @@ class KernelProvider(Protocol):
     def rope_append(self, spec: AttentionSpec) -> Kernel: ...
     def decode_attention(self, spec: AttentionSpec) -> Kernel: ...
     def prefill_attention(self, spec: AttentionSpec) -> Kernel: ...
+
+    def rope_append_attention(self, spec: AttentionSpec, rows: int) -> Kernel | None:
+        """Both of a decode step of exactly `rows` rows in one kernel; None where two are better or there is none."""
 
     def sample(self, spec: SamplingSpec) -> Kernel:
         """Raises CompileError for targets that sample on the host (CPUs)."""

@@ -22,24 +22,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 LAYERS = 32
 HIDDEN = {"8b": 4096, "1b": 2048, "7b": 3584}
-CASES = ((1, 512), (8, 512), (1, 2048), (32, 512), (1, 32768), (2, 512), (4, 512), (16, 512), (8, 2048), (1, 8192))
-# (cluster, warps, stages) by rows: what is timed
-VARIANTS = {
-    1: ((8, 4, 2), (8, 4, 3), (8, 4, 4), (16, 4, 2), (16, 4, 3), (16, 2, 2), (16, 2, 4), (4, 4, 3), (4, 8, 2), (8, 8, 2),
-        (8, 8, 3), (8, 2, 4)),
-    8: ((8, 4, 2), (8, 4, 3), (4, 4, 2), (4, 4, 3), (4, 8, 2), (2, 8, 2), (2, 4, 3), (8, 2, 2)),
-    32: ((2, 4, 2), (2, 4, 3), (1, 4, 2), (1, 4, 3), (1, 8, 2), (2, 8, 2), (4, 4, 2)),
+CASES = ((1, 512), (8, 512), (32, 512), (1, 2048), (128, 512), (2, 512), (4, 512), (16, 512), (8, 2048), (1, 8192),
+         (1, 32768), (64, 512), (32, 2048), (8, "ragged"), (32, "ragged"))
+# cluster, warps, stages, key tiles, blocks that may share a multiprocessor (0: as many as fit), by largest batch
+VARIANTS: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: ((8, 4, 2, 1, 2), (8, 4, 3, 1, 1), (8, 4, 4, 1, 1), (16, 4, 3, 1, 1), (16, 4, 2, 1, 2), (8, 8, 2, 1, 1),
+        (8, 4, 2, 1, 0), (8, 4, 2, 2, 0), (8, 8, 2, 2, 0), (8, 4, 3, 2, 0)),
+    2: ((8, 4, 2, 1, 2), (4, 8, 2, 1, 1), (4, 4, 3, 1, 1), (8, 4, 2, 1, 0), (4, 4, 2, 1, 2), (8, 4, 2, 2, 0)),
+    4: ((8, 4, 2, 1, 2), (4, 4, 2, 1, 2), (2, 8, 2, 1, 1), (2, 4, 3, 1, 1), (4, 4, 3, 1, 0)),
+    8: ((2, 8, 2, 1, 1), (2, 4, 3, 1, 1), (4, 4, 2, 1, 2), (2, 4, 2, 1, 2), (2, 4, 4, 1, 1), (4, 4, 2, 1, 0),
+        (2, 4, 3, 1, 0)),
+    32: ((2, 4, 3, 1, 0), (2, 4, 2, 1, 0), (1, 4, 3, 1, 0), (4, 4, 2, 1, 0), (4, 2, 4, 1, 0)),
+    128: ((2, 4, 3, 1, 0), (1, 4, 3, 1, 0), (1, 4, 2, 1, 0), (2, 4, 2, 1, 0)),
 }
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
+RAGGED = {8: [16000, 40, 300, 1200, 90, 2000, 512, 700],
+          32: [8000, *(60 + 61 * i % 1900 for i in range(31))]}
 TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
-BUCKETS = (1, 2, 4, 8, 16, 32)
 
 
-def variants(rows: int) -> tuple[tuple[int, int, int], ...]:
-    return VARIANTS[1 if rows <= 2 else 8 if rows <= 8 else 32]
+def variants(rows: int) -> tuple[tuple[int, ...], ...]:
+    return next(some for most, some in VARIANTS.items() if rows <= most)
 
 
-def label(cluster: int, warps: int, stages: int) -> str:
-    return f"c{cluster}w{warps}s{stages}"
+def label(cluster: int, warps: int, stages: int, key_tiles: int = 1, blocks: int = 0) -> str:
+    return f"c{cluster}w{warps}s{stages}" + (f"k{key_tiles}" if key_tiles > 1 else "") + (f"b{blocks}" if blocks else "")
 
 
 # where code is built
@@ -50,7 +57,7 @@ def build(folder: Path) -> None:
     from relaxpack.schedules.kernels.cuda.linear import linear
     from relaxpack.schedules.kernels.cuda.rope_append import rope_append
     from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
-    from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import FusedTuning
+    from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import FusedTuning, reserve
     from relaxpack.weight_format import FORMATS
     from tests.helpers import attention_builds as builds
     from tests.helpers import cuda_harness
@@ -65,11 +72,10 @@ def build(folder: Path) -> None:
             for name, n, k in (("qkv", width, HIDDEN[model]), ("o", HIDDEN[model], spec.num_heads * spec.head_dim)):
                 kernels[f"{name}.{model}.{rows}"] = spec, linear(
                     LinearSpec(n, k, FORMATS["bf16"], "decode", "bfloat16", "bfloat16", max_rows=rows), "sm_90a")
-        for cluster, warps, stages in sorted({v for some in VARIANTS.values() for v in some}):
-            tuning = FusedTuning(cluster, warps, stages)
-            if tuning.shared_bytes(spec) <= 227 * 1024:
-                kernels[f"fused.{model}.{label(cluster, warps, stages)}"] = spec, rope_append_attention(
-                    spec, 1, tuning=tuning)
+        for variant in sorted({v for some in VARIANTS.values() for v in some}):
+            tuning = FusedTuning(*variant[:4], reserve("sm_90a", variant[4]) if variant[4] else 0)
+            if tuning.shared_bytes(spec) <= 227 * 1024 and (spec.head_dim == 64 or variant[3] == 1):
+                kernels[f"fused.{model}.{label(*variant)}"] = spec, rope_append_attention(spec, 1, tuning=tuning)
     for name, spec in small(builds.spec).items():
         kernels[f"rope.{name}"] = spec, rope_append(spec)
         for cluster, warps, stages in ((8, 4, 2), (4, 2, 3), (1, 4, 2), (16, 1, 2)):
@@ -154,10 +160,10 @@ class Bench:
             self.require(same > 1 - 1e-6, f"{name} {lengths[:4]}: pages differ from rope_append's ({same})")
         self.record(kind="numbers", kernel=name, error=worst)
 
-    def time_case(self, model: str, batch: int, length: int) -> None:
+    def time_case(self, model: str, batch: int, length: int | str) -> None:
         torch, dev, library = self.torch, self.dev, self.library
         spec = library.spec(f"rope.{model}")
-        step = self.step(spec, [length] * batch, LAYERS)
+        step = self.step(spec, [length] * batch if isinstance(length, int) else RAGGED[batch], LAYERS)
         weights = self.weights(model, spec)
         x = torch.randn((batch, HIDDEN[model]), device=dev.DEVICE).to(torch.bfloat16)
         results = torch.empty((batch, HIDDEN[model]), device=dev.DEVICE, dtype=torch.bfloat16)
@@ -193,7 +199,7 @@ class Bench:
                     alone_us=measure(one_by_one, False), matmuls_us=bare)
         for variant in variants(batch):
             name = f"fused.{model}.{label(*variant)}"
-            if name not in library or batch * spec["num_kv_heads"] * variant[0] > 2048:
+            if name not in library:
                 continue
             for output in outputs:
                 output.fill_(float("nan"))
@@ -220,7 +226,8 @@ class Bench:
             for model in models:
                 if time.monotonic() > self.end:
                     return
-                for name in self.library.names(f"fused.{model}.") if (batch, length) == CASES[0] else ():
+                first = (batch, length) == CASES[0] and model == models[-1]
+                for name in self.library.names(f"fused.{model}.") if first else ():
                     self.check(name)
                 self.time_case(model, batch, length)
                 self.torch.cuda.empty_cache()

@@ -451,6 +451,14 @@ class PlainKernels:
                        replace(draw, inputs=("y", *draw.inputs[1:]))), "rule:plain",
                       persistent={"arrived": ((1,), "int32")})
 
+    def rope_append_attention(self, spec: AttentionSpec, rows: int) -> Kernel | None:
+        """Two stages with the queries between them, for up to two rows."""
+        if rows > 2:
+            return None
+        append, attend = self.rope_append(spec).stages[0], self.decode_attention(spec).stages[0]
+        return Kernel((replace(append, name="fused_append"), replace(attend, name=f"fused_attention_{spec.window}")),
+                      "rule:plain", {"q": (("t", spec.num_heads * spec.head_dim), "float32")})
+
     def sample(self, spec: SamplingSpec) -> Kernel:
         """No filters. The noise of a draw is another one than a GPU's."""
         masked = ("allowed",) if spec.constrained else ()

@@ -30,6 +30,7 @@ from relaxpack.schedules.kernels.cuda.library import library_linear
 from relaxpack.schedules.kernels.cuda.linear import linear
 from relaxpack.schedules.kernels.cuda.norm import norm_kernel
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
+from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
 from relaxpack.schedules.kernels.cuda.sampling import sample
 from relaxpack.schedules.tuning.tuned import TunedKernels
 from relaxpack.target import TargetSpec
@@ -82,6 +83,12 @@ class CudaKernels:
     def prefill_attention(self, spec: AttentionSpec) -> Kernel:
         return self._cached(("prefill_attention", spec),
                             lambda: self._found("prefill_attention", spec) or prefill_attention(spec, self.arch))
+
+    def rope_append_attention(self, spec: AttentionSpec, rows: int) -> Kernel | None:
+        key = ("rope_append_attention", rows, spec)
+        if key not in self._kernels and (kernel := rope_append_attention(spec, rows, self.arch)) is not None:
+            self._kernels[key] = kernel
+        return self._kernels.get(key)
 
     def sample(self, spec: SamplingSpec) -> Kernel:
         return self._cached(("sample", spec), lambda: sample(spec, self.arch))

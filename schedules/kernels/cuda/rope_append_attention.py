@@ -44,7 +44,8 @@ def rope_append_attention(spec: AttentionSpec, rows: int, arch: str = "sm_90a",
     norms = ("q_norm", "k_norm") if spec.qk_norm_epsilon is not None else ()
     name = (f"rope_append_attention_{SHORT[spec.kv_dtype]}_h{spec.num_heads}x{spec.num_kv_heads}_d{spec.head_dim}"
             f"r{spec.rotary_dim}_p{spec.page_size}x{spec.max_pages}" + (f"_w{spec.window}" if spec.window else "")
-            + f"{'_norm' if norms else ''}_c{tuning.cluster}w{tuning.warps}s{tuning.stages}k{tuning.key_tiles}")
+            + f"{'_norm' if norms else ''}_c{tuning.cluster}w{tuning.warps}s{tuning.stages}k{tuning.key_tiles}"
+            + (f"r{tuning.reserve}" if tuning.reserve else ""))
     early = early_launch(arch)
     func = finish(_function(spec, tuning, early), early, cluster=tuning.cluster)
     stage = Stage(func, name, inputs=("qkv", "rope_table", "positions", "slots", *norms, "layer", "pages", "page_table",
@@ -257,7 +258,7 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
         fresh = pool.alloc((2, WORDS), "uint32", align=16)           # the new key and value
         pool.move_base_to(0)
         ring_words = pool.alloc((WARPS, STAGES, 2, KEYS * ROW_CHUNKS * 4), "uint32", align=128)      # the ring's bytes
-        pool.commit()
+        pool.commit(tuning.shared_bytes(spec))
         lane = T.meta_var(tx % 32)
         warp = T.meta_var(tx // 32)
         row = T.meta_var(group // KV)

@@ -15,12 +15,13 @@ from relaxpack.schedules.kernels.cuda.fragments import SHORT, early_launch
 @dataclass(frozen=True)
 class FusedTuning:
     """`cluster` blocks share the keys of a (sequence, KV head); `warps` x `key_tiles` x 16 keys are one tile of a block,
-    `stages` tiles its ring."""
+    `stages` tiles its ring; a block takes `reserve` bytes of shared memory at least."""
 
     cluster: int
     warps: int
     stages: int
     key_tiles: int = 1
+    reserve: int = 0
 
     @property
     def keys(self) -> int:
@@ -28,8 +29,15 @@ class FusedTuning:
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
         sources, count, dims, heads = inbox_shape(spec, self)
-        merged = sources * heads * (count * dims + 2) * 4
-        return self.stages * 2 * self.keys * row_chunks(spec.head_dim) * 16 + merged + 2 * spec.head_dim * 2
+        ring, merged = self.stages * 2 * self.keys * row_chunks(spec.head_dim) * 16, sources * heads * (count * dims + 2) * 4
+        return max(self.reserve, ring + merged + 2 * spec.head_dim * 2)
+
+
+def reserve(arch: str, blocks: int) -> int:
+    """Shared memory of which a multiprocessor has room for `blocks` blocks and no more. The driver divides L1 from shared
+    memory so that as many blocks of a kernel as possible fit, and weights on their way to gemm_rows beside it need L1:
+    with all of it taken, a layer of an 8B model takes 4 to 8 us longer (docs/kernels_cuda_attention.md)."""
+    return LIMITS[arch][1] * 1024 // (blocks + 1) // 128 * 128 + 128 - 1024
 
 
 def group_of(spec: AttentionSpec) -> int:
@@ -53,13 +61,18 @@ def can_fuse(spec: AttentionSpec, arch: str) -> bool:
             and DecodeTile(spec, 1).ahead)
 
 
+# (sequences x KV heads, at most) → cluster, warps, stages: measured best on an H200 (docs/kernels_cuda_attention.md)
+WIDE = {4: (16, 4, 3), 8: (8, 4, 4), 16: (4, 8, 2), 64: (2, 8, 2), 256: (2, 4, 3)}         # head_dim above 64
+NARROW = {4: (16, 4, 3), 8: (8, 8, 2), 16: (8, 4, 2), 32: (4, 4, 3), 256: (2, 4, 3)}
+LARGEST_CLUSTER = {"sm_90": 16, "sm_90a": 16, "sm_100a": 16}                               # 8 is what every one allows
+
+
 def fused_tuning(spec: AttentionSpec, rows: int, arch: str) -> FusedTuning | None:
     """The choice for a batch of `rows`, None where kernels one by one are better."""
-    if not can_fuse(spec, arch):
+    pairs, table = rows * spec.num_kv_heads, WIDE if spec.head_dim > 64 else NARROW
+    if not can_fuse(spec, arch) or pairs > max(table):
         return None
-    limit = LIMITS[arch][0] * 1024
-    for cluster, warps, stages in ((8, 4, 3), (8, 4, 2), (8, 2, 2)):
-        tuning = FusedTuning(cluster, warps, stages)
-        if tuning.shared_bytes(spec) <= limit and rows * spec.num_kv_heads * cluster <= 4 * LIMITS[arch][2]:
-            return tuning
-    return None
+    cluster, most_warps, most_stages = table[min(limit for limit in table if pairs <= limit)]
+    cluster = min(cluster, LARGEST_CLUSTER.get(arch, 8))
+    fitting = (FusedTuning(cluster, warps, stages) for warps in (most_warps, 4, 2) for stages in range(most_stages, 1, -1))
+    return next((tuning for tuning in fitting if tuning.shared_bytes(spec) <= LIMITS[arch][0] * 1024), None)

@@ -15,7 +15,7 @@ from relaxpack.kernel_spec import AttentionSpec, Kernel
 from relaxpack.schedules.kernels.cuda import rope_append
 from relaxpack.schedules.kernels.cuda.attention_decode_tuning import LIMITS
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
-from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import FusedTuning, fused_tuning
+from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import FusedTuning, fused_tuning, reserve
 from tests.helpers import cuda_harness as harness
 from tests.helpers.attention_case import NAN_BITS, Case, from_bits, make_case, reference, relative_error, to_bits
 from tests.helpers.cuda_emulator import EmulatedModule
@@ -103,7 +103,7 @@ EDGES = [1, 15, 16, 17, 64, 65, 200, 33]
 
 
 @pytest.mark.parametrize(("s", "lengths", "tuning", "magnitude"), [
-    (spec(), EDGES, FusedTuning(4, 2, 2), 1.0),
+    (spec(), EDGES, FusedTuning(4, 2, 2, 1, 60000), 1.0),
     (spec(8, 2, 128, norm=1e-6), [128, 129, 1, 500], FusedTuning(8, 4, 3), 1.0),
     (spec(8, 2, 128, 64, dtype="float16", norm=1e-6, rotary_dim=32), [63, 64, 65], FusedTuning(2, 2, 2), 1.0),
     (spec(4, 4, 96, window=40), [100, 41, 40, 39, 5, 600], FusedTuning(8, 2, 2), 1.0),          # no group, window
@@ -199,6 +199,14 @@ def test_choices_fit_shared_memory_and_end_with_the_batch(arch: str, head_dim: i
     assert chosen[256] is None
     missing = [rows for rows, tuning in chosen.items() if tuning is None]
     assert missing == [rows for rows in chosen if rows >= min(missing)]      # never one by one below a fused batch
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_a_reserve_leaves_room_for_so_many_blocks(blocks: int) -> None:
+    """A multiprocessor keeps 1 kB of its 228 for each block."""
+    tuning = replace(FusedTuning(8, 4, 2), reserve=reserve("sm_90a", blocks))
+    size = tuning.shared_bytes(spec(32, 8, 64)) + 1024
+    assert blocks * size <= 228 * 1024 < (blocks + 1) * size and size > FusedTuning(8, 4, 2).shared_bytes(spec(32, 8, 64))
 
 
 def test_names_differ_where_kernels_do() -> None:
