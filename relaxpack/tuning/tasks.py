@@ -105,7 +105,8 @@ def extract_tasks(model: str | Path, target: TargetSpec, options: BuildOptions =
                              f"--{'max-batch' if step.function == 'decode' else 'prefill-chunk'}")
     machine = machine or machine_for(target.kind, target.arch, target.features)
     families = families_for(target)
-    questions = {stage.name: (operation, spec) for operation, spec, kernel in asked(provider) for stage in kernel.stages}
+    questions = {stage.name: (operation, spec, stage is kernel.stages[0]) for operation, spec, kernel in asked(provider)
+                 for stage in kernel.stages}
     functions = {gv.name_hint: rest[int(func.attrs[_NUMBER])] for gv, func in module.functions_items()
                  if _NUMBER in (func.attrs or {})}
     tasks = _tasks(step_table(module), steps, functions, questions, families, machine,
@@ -140,9 +141,10 @@ def _remembering(rule: Callable[[Any], Any | None], found: list[Workload]) -> Ca
 
 
 def _tasks(table: Mapping[str, Sequence[Mapping[str, Any]]], steps: Sequence[Step], functions: Mapping[str, Workload],
-           questions: Mapping[str, tuple[str, Any]], families: Mapping[str, KernelFamily], machine: Machine,
+           questions: Mapping[str, tuple[str, Any, bool]], families: Mapping[str, KernelFamily], machine: Machine,
            vnni: bool) -> list[Task]:
-    """`functions`: PrimFuncs of TVM's by name; `questions`: what the provider was asked, by kernel."""
+    """`functions`: PrimFuncs of TVM's by name; `questions`: what the provider was asked, by kernel, and whether that is the
+    first of several that answer it. Their costs add up."""
     tasks: dict[tuple[str, int | None], Task] = {}
     context = round(fmean(CONTEXTS))
     for step in steps:
@@ -160,8 +162,9 @@ def _tasks(table: Mapping[str, Sequence[Mapping[str, Any]]], steps: Sequence[Ste
                 task.calls[step.name] = task.calls.get(step.name, 0) + 1
             if cost.kernel not in questions:
                 continue
-            operation, spec = questions[cost.kernel]
-            rows = call["rows"] if isinstance(call["rows"], int) else 1 if call["rows"] == "r" else step.rows
+            operation, spec, first = questions[cost.kernel]
+            rows = call["rows"] if isinstance(call["rows"], int) and first else 1 if call["rows"] == "r" else step.rows
+            rows = getattr(spec, "max_rows", None) or rows
             family = family_for(families, operation, spec)
             part = family.part(spec, rows) if family is not None else None
             if family is None or part is None:
@@ -170,5 +173,5 @@ def _tasks(table: Mapping[str, Sequence[Mapping[str, Any]]], steps: Sequence[Ste
                 cost.kernel, family.workload(spec, cost.kernel), rows, 0.0, roofline_us(cost, family.name, machine, vnni),
                 part, cost.shape))
             task.weight += cost.seconds / total / len(steps)
-            task.calls[step.name] = task.calls.get(step.name, 0) + 1
+            task.calls[step.name] = task.calls.get(step.name, 0) + first
     return list(tasks.values())

@@ -43,6 +43,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[TuningRec
         assert task.part is not None, task.name
         choices = [choice for choice in task.part.space.all() if "library" not in choice]
         key = task.workload.hash
+        assert task.bucket in (1, 16), task.name
         if choices and key not in seen:       # a norm of decode is that of prefill, and decode's record serves it
             seen.add(key)
             made.append(replace(record(target=H200, compiler=compiler, bucket=task.bucket, parameters=choices[-1]),
