@@ -38,7 +38,6 @@ VARIANTS: dict[int, tuple[tuple[int, ...], ...]] = {
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 RAGGED = {8: [16000, 40, 300, 1200, 90, 2000, 512, 700],
           32: [8000, *(60 + 61 * i % 1900 for i in range(31))]}
-TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
 
 
 def variants(rows: int) -> tuple[tuple[int, ...], ...]:
@@ -132,38 +131,17 @@ class Bench:
             self.failures.append(what)
             print("FAILED", what, flush=True)
 
-    def step(self, spec: dict[str, Any], lengths: list[int], layers: int = 2, magnitude: float = 1.0) -> Any:
-        return Step(self.torch, self.dev, spec, lengths, layers, magnitude)
-
     def check(self, name: str) -> None:
         """One fused kernel: numbers, pages, repeats."""
-        torch, spec = self.torch, self.library.spec(name)
-        size = spec["page_size"]
-        edges = [1, size - 1, size, size + 1, 3 * size, 63, 64, 65, 700, 128, 129, 511, 512, 513, 1000]
-        worst = 0.0
-        for lengths, magnitude in (([1], 1.0), ([700], 1.0), (edges, 1.0), (edges, 8.0), ([8000, 1, 0, 77], 1.0)):
-            step = self.step(spec, lengths, magnitude=magnitude)
-            buffers = step.buffers(1)
-            launch = self.library.prepare(name, buffers)
-            launch()
-            first, pages = step.y.clone(), step.pages.clone()
-            for _ in range(20):
-                step.y.fill_(float("nan"))
-                launch()
-                self.require(torch.equal(first, step.y), f"{name} {lengths[:4]}: repeats differ")
-            error = self.dev.relative_error(first, step.reference(1))
-            worst = max(worst, error)
-            self.require(error < TOLERANCE[spec["kv_dtype"]], f"{name} {lengths[:4]} x{magnitude}: error {error:.2e}")
-            other = self.step(spec, lengths, magnitude=magnitude)
-            self.library.prepare(f"rope.{name.split('.')[1]}", {**other.buffers(1), "q": torch.empty_like(other.case.q)})()
-            same = (pages.view(torch.int16) == other.pages.view(torch.int16)).float().mean().item()
-            self.require(same > 1 - 1e-6, f"{name} {lengths[:4]}: pages differ from rope_append's ({same})")
-        self.record(kind="numbers", kernel=name, error=worst)
+        error, complaints = self.dev.check_fused(self.library, name)
+        for complaint in complaints:
+            self.require(False, complaint)
+        self.record(kind="numbers", kernel=name, error=error)
 
     def time_case(self, model: str, batch: int, length: int | str) -> None:
         torch, dev, library = self.torch, self.dev, self.library
         spec = library.spec(f"rope.{model}")
-        step = self.step(spec, [length] * batch if isinstance(length, int) else RAGGED[batch], LAYERS)
+        step = dev.DecodeStep(spec, [length] * batch if isinstance(length, int) else RAGGED[batch], LAYERS)
         weights = self.weights(model, spec)
         x = torch.randn((batch, HIDDEN[model]), device=dev.DEVICE).to(torch.bfloat16)
         results = torch.empty((batch, HIDDEN[model]), device=dev.DEVICE, dtype=torch.bfloat16)
@@ -231,54 +209,6 @@ class Bench:
                     self.check(name)
                 self.time_case(model, batch, length)
                 self.torch.cuda.empty_cache()
-
-
-class Step:
-    """A decode step's inputs: pages lack the new tokens, `qkv` has them. `case` is what attention then reads."""
-
-    def __init__(self, torch: Any, dev: Any, spec: dict[str, Any], lengths: list[int], layers: int,
-                 magnitude: float) -> None:
-        self.spec, heads, groups, dim = spec, spec["num_heads"], spec["num_kv_heads"], spec["head_dim"]
-        rot, t, size = spec["rotary_dim"], len(lengths), spec["page_size"]
-        self.case = dev.PagedCase(spec, lengths, layers=layers, magnitude=magnitude)
-        dtype, where = self.case.q.dtype, dev.DEVICE
-        g = torch.Generator(where).manual_seed(5)
-        self.qkv = (torch.randn((t, (heads + 2 * groups) * dim), generator=g, device=where) * magnitude).to(dtype)
-        angle = torch.randn((spec["max_position"], rot // 2), generator=g, device=where) * 3
-        self.table = torch.cat([angle.cos(), angle.sin()], 1)
-        self.positions = (self.case.lengths - 1).clamp_min(0) % spec["max_position"]
-        at = (self.case.lengths - 1).clamp_min(0).long()
-        pages = self.case.page_table[torch.arange(t, device=where), at // size].long()
-        self.slots = (pages * size + at % size).int()
-        self.norms = (1 + 0.3 * torch.randn((2, dim), generator=g, device=where)) if spec["qk_norm_epsilon"] else None
-        x = self.qkv.double().reshape(t, -1, dim)
-        values = x[:, heads + groups:]
-        if self.norms is not None:
-            x = x / (x.square().mean(-1, keepdim=True) + spec["qk_norm_epsilon"]).sqrt()
-            x = torch.cat([x[:, :heads] * self.norms[0], x[:, heads:heads + groups] * self.norms[1], values], 1)
-        row = self.table[self.positions.long()].double()[:, None]
-        cos, sin, a, b = row[..., :rot // 2], row[..., rot // 2:], x[..., :rot // 2], x[..., rot // 2:rot]
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., rot:]], -1)
-        self.case.q = turned[:, :heads].reshape(t, -1).to(dtype)
-        new = torch.stack([turned[:, heads:heads + groups], values], 1).to(dtype)
-        if layers == 2:                                   # for the numbers; times overwrite the new token in place
-            self.pages = self.case.pages.clone()
-            self.pages[:, pages, :, :, at % size] = float("nan")
-            self.case.pages[:, pages, :, :, at % size] = new[None].expand(layers, *new.shape).transpose(0, 1)
-        else:
-            self.pages = self.case.pages
-        self.y = self.case.y
-
-    def buffers(self, layer: int) -> dict[str, Any]:
-        held = self.case.buffers(layer)
-        count, per = self.pages.shape[1], self.pages.shape[0] // 2
-        held |= {"pages": self.pages.reshape(2, per * count, *self.pages.shape[2:]), "qkv": self.qkv,
-                 "rope_table": self.table, "positions": self.positions,
-                 "slots": self.slots + layer % per * count * self.spec["page_size"]}
-        return held if self.norms is None else {**held, "q_norm": self.norms[0], "k_norm": self.norms[1]}
-
-    def reference(self, layer: int) -> Any:
-        return self.case.reference(layer)
 
 
 def main() -> int:

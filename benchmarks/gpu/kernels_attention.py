@@ -29,7 +29,8 @@ from tests.helpers import attention_device as dev
 from tests.helpers import sampling_case
 
 TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}      # of ‖out - ref‖ / ‖ref‖: rounding of P and of the output
-PARTS = ("check_rope", "check_sample", "check_decode", "check_mma", "check_hopper", "decode", "prefill", "rope", "sample")
+PARTS = ("check_rope", "check_sample", "check_decode", "check_fused", "check_mma", "check_hopper", "decode", "prefill",
+         "rope", "sample")
 ROWS: list[dict[str, Any]] = []
 FAILURES: list[str] = []
 
@@ -47,6 +48,14 @@ def require(ok: bool, what: str) -> None:
 
 
 # numerics
+
+def check_fused(lib: dev.Library) -> None:
+    for name in lib.names("fused."):
+        error, wrong = dev.check_fused(lib, name)
+        for complaint in wrong:
+            require(False, complaint)
+        record("numerics", name, "ragged", error=error)
+
 
 def check_attention(lib: dev.Library, kind: str, which: str) -> None:
     """`which`: "hopper" or "mma" tells the two prefill kernels apart, "" takes all."""
@@ -365,7 +374,7 @@ def main() -> int:
     ceiling = read_bandwidth() if parts != ["sanitize"] else 0.0
     print(f"{torch.cuda.get_device_name()}: read {ceiling / 1e12:.2f} TB/s")
     steps = {"check_rope": lambda: check_rope(lib), "check_sample": lambda: check_sampling(lib),
-             "check_decode": lambda: check_attention(lib, "decode", ""),
+             "check_decode": lambda: check_attention(lib, "decode", ""), "check_fused": lambda: check_fused(lib),
              "check_mma": lambda: check_attention(lib, "prefill", "mma"),
              "check_hopper": lambda: check_attention(lib, "prefill", "hopper"),
              "sanitize": lambda: sanitize(lib), "decode": lambda: time_decode(lib, ceiling, args.quick),

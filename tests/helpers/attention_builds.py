@@ -19,6 +19,7 @@ from relaxpack.schedules.kernels.cuda.attention_prefill import default_tuning as
 from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import HopperTuning
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
+from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
 from relaxpack.schedules.kernels.cuda.sampling import sample
 from tests.helpers import cuda_harness
 
@@ -50,6 +51,11 @@ def builds(tune: bool, mma: bool = True, arch: str = "sm_90a") -> dict[str, tupl
     for name, s in (("8b", LLAMA_8B), ("norm", spec(8, 2, 128, norm=1e-6)), ("partial", spec(4, 2, 96, rotary_dim=32)),
                     ("f16", spec(4, 1, 64, 64, 160, "float16", rotary_dim=24))):
         found[f"rope.{name}"] = s, rope_append(s, arch)
+    for name, s in {**SMALL, "d64_norm": spec(8, 2, 64, norm=1e-6), "d64_g7": spec(7, 1, 64),
+                    "d128_r32_norm": spec(8, 2, 128, norm=1e-6, rotary_dim=32)}.items():
+        for rows in (1, 16):                                        # one of the largest clusters, one of the smallest
+            if (fused := rope_append_attention(s, rows, arch)) is not None:
+                found[f"fused.{name}@{rows}"] = s, fused
     found["sample.128256"] = SamplingSpec(128256), sample(SamplingSpec(128256), arch)
     found["sample.5003c"] = SamplingSpec(5003, True), sample(SamplingSpec(5003, True), arch)
     if tune:

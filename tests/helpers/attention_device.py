@@ -158,6 +158,54 @@ class PagedCase:
         return out.reshape(self.starts_host[-1], -1)
 
 
+class DecodeStep:
+    """A decode step's inputs: pages lack the new tokens, `qkv` has them. `case` is what attention then reads."""
+
+    def __init__(self, spec: dict[str, Any], lengths: list[int], layers: int = 2, magnitude: float = 1.0) -> None:
+        self.spec, heads, groups, dim = spec, spec["num_heads"], spec["num_kv_heads"], spec["head_dim"]
+        rot, t, size = spec["rotary_dim"], len(lengths), spec["page_size"]
+        self.case = PagedCase(spec, lengths, layers=layers, magnitude=magnitude)
+        dtype, where = self.case.q.dtype, DEVICE
+        g = torch.Generator(where).manual_seed(5)
+        self.qkv = (torch.randn((t, (heads + 2 * groups) * dim), generator=g, device=where) * magnitude).to(dtype)
+        angle = torch.randn((spec["max_position"], rot // 2), generator=g, device=where) * 3
+        self.table = torch.cat([angle.cos(), angle.sin()], 1)
+        self.positions = (self.case.lengths - 1).clamp_min(0) % spec["max_position"]
+        at = (self.case.lengths - 1).clamp_min(0).long()
+        pages = self.case.page_table[torch.arange(t, device=where), at // size].long()
+        self.slots = (pages * size + at % size).int()
+        self.norms = (1 + 0.3 * torch.randn((2, dim), generator=g, device=where)) if spec["qk_norm_epsilon"] else None
+        x = self.qkv.double().reshape(t, -1, dim)
+        values = x[:, heads + groups:]
+        if self.norms is not None:
+            x = x / (x.square().mean(-1, keepdim=True) + spec["qk_norm_epsilon"]).sqrt()
+            x = torch.cat([x[:, :heads] * self.norms[0], x[:, heads:heads + groups] * self.norms[1], values], 1)
+        row = self.table[self.positions.long()].double()[:, None]
+        cos, sin, a, b = row[..., :rot // 2], row[..., rot // 2:], x[..., :rot // 2], x[..., rot // 2:rot]
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., rot:]], -1)
+        self.case.q = turned[:, :heads].reshape(t, -1).to(dtype)
+        new = torch.stack([turned[:, heads:heads + groups], values], 1).to(dtype)
+        if layers == 2:                                   # for the numbers; times overwrite the new token in place
+            self.pages = self.case.pages.clone()
+            self.pages[:, pages, :, :, at % size] = POISON
+            self.case.pages[:, pages, :, :, at % size] = new[None].expand(layers, *new.shape).transpose(0, 1)
+        else:
+            self.pages = self.case.pages
+        self.y = self.case.y
+
+    def buffers(self, layer: int) -> dict[str, Any]:
+        held = self.case.buffers(layer)
+        count, per = self.pages.shape[1], self.pages.shape[0] // 2
+        held |= {"pages": self.pages.reshape(2, per * count, *self.pages.shape[2:]), "qkv": self.qkv,
+                 "rope_table": self.table, "positions": self.positions,
+                 "slots": self.slots + layer % per * count * self.spec["page_size"]}
+        return held if self.norms is None else {**held, "q_norm": self.norms[0], "k_norm": self.norms[1]}
+
+    def expected_pages(self) -> torch.Tensor:
+        """What the pages hold after the step; only of two layers."""
+        return self.case.pages
+
+
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Over the rows that the reference has; NaN counts as infinite."""
     rows = ~want.isnan().any(-1)
@@ -165,6 +213,36 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     if not torch.isfinite(got).all():
         return math.inf
     return float((got - want).norm() / want.norm().clamp_min(1e-30))
+
+
+def check_fused(library: Library, name: str, repeats: int = 20) -> tuple[float, list[str]]:
+    """A kernel that rotates, appends and attends, over ragged lengths: (largest error, what is wrong)."""
+    spec, worst, wrong = library.spec(name), 0.0, []
+    size, limit = spec["page_size"], {"bfloat16": 4e-3, "float16": 6e-4}[spec["kv_dtype"]]
+    edges = [1, size - 1 or 1, size, size + 1, 3 * size, 63, 64, 65, 700, 128, 129, 511, 512, 513, 1000]
+    for lengths, magnitude in (([1], 1.0), ([700], 1.0), (edges, 1.0), (edges, 8.0), (edges, 1e-3), ([8000, 1, 0, 77], 1.0)):
+        step = DecodeStep(spec, lengths, magnitude=magnitude)
+        launch = library.prepare(name, step.buffers(1))
+        launch()
+        first = step.y.clone()
+        for _ in range(repeats):
+            step.y.fill_(POISON)
+            launch()
+            if not torch.equal(first, step.y):
+                wrong.append(f"{name} {lengths[:4]}: repeats differ")
+        error = relative_error(first, step.case.reference(1))
+        worst = max(worst, error)
+        if not error < limit:
+            wrong.append(f"{name} {lengths[:4]} x{magnitude}: error {error:.2e}")
+        wanted, got = step.expected_pages()[1], step.pages[1]
+        new = torch.zeros(wanted.shape[0] * size, dtype=torch.bool, device=DEVICE)
+        new[step.slots.long()] = True
+        fresh = new.reshape(-1, 1, 1, size, 1).expand(wanted.shape)
+        if not relative_error(got[fresh][None], wanted[fresh][None].double()) < limit:
+            wrong.append(f"{name} {lengths[:4]}: the new token in the pages is wrong")
+        if not torch.equal(got.view(torch.int16)[~fresh], wanted.view(torch.int16)[~fresh]):
+            wrong.append(f"{name} {lengths[:4]}: it wrote elsewhere in the pages")
+    return worst, wrong
 
 
 def graph_time(calls: list[Any], replays: int = 20) -> float:
