@@ -4,7 +4,7 @@ sequences nor pages, and works with a TVM that has no compiler library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ class Library:
             self._vm = VirtualMachine(module, device)
         self._module, self._device = module, device
         self._parameters = tvm_ffi.convert(list(parameters))
+        self._addresses = {p.data_ptr() for p in self._parameters}
         self._functions: dict[str, Any] = {}
 
     def call(self, name: str, inputs: list[Any]) -> Any:
@@ -88,27 +89,50 @@ class Library:
         """`observe(func, name, before_run, ret_value, *args)` is called around every kernel from now on."""
         self._vm.set_instrument(observe)
 
-    def time_kernel(self, name: str, arguments: Sequence[Any], repeats: int, flush_bytes: int) -> float:
-        """Seconds of the best of some runs of one kernel by the device's own clock. `flush_bytes` are written before each,
-        so that the kernel finds nothing in a cache of that size. The kernel does what it does: outputs are written."""
+    def kernel(self, name: str) -> Any:
+        """One kernel, to be called by itself."""
         (kernels,) = self._module.imports
+        return kernels.get_function(name)
+
+    def is_parameter(self, argument: Any) -> bool:
+        return hasattr(argument, "data_ptr") and argument.data_ptr() in self._addresses
+
+    def copy_of(self, tensor: Any) -> Any:
+        return tvm.runtime.empty(tensor.shape, tensor.dtype, self._device).copyfrom(tensor)
+
+    def time_kernel(self, name: str, arguments: Sequence[Any], repeats: int, flush_bytes: int,
+                    flush: Callable[[], object] | None = None) -> float:
+        """Seconds of the best of some runs of one kernel by the device's own clock. Before each, `flush` is called on a GPU
+        if it is given, else `flush_bytes` are written, so that the kernel finds nothing in a cache of that size. The
+        kernel does what it does: outputs are written."""
         if self._device.dlpack_device_type() != tvm.cpu().dlpack_device_type():
-            flush = tvm.runtime.empty((flush_bytes,), "uint8", self._device) if flush_bytes else None
-            return time_on_stream(kernels.get_function(name), arguments, repeats, flush, flush_bytes)
+            if flush is None and flush_bytes:
+                written = tvm.runtime.empty((flush_bytes,), "uint8", self._device)
+                return time_on_stream(self.kernel(name), arguments, repeats,
+                                      lambda: cuda_memory.fill_zero(written, flush_bytes))
+            return time_on_stream(self.kernel(name), arguments, repeats, flush)
+        (kernels,) = self._module.imports
         timer = kernels.time_evaluator(name, self._device, number=1, repeat=repeats, cache_flush_bytes=flush_bytes)
         return float(min(timer(*arguments).results))
 
 
-def time_on_stream(kernel: Any, arguments: Sequence[Any], repeats: int, flush: Any, flush_bytes: int) -> float:
-    """Seconds of the best of some runs of a kernel between two events. While the device writes `flush`, the host queues the
-    events and the launch, so that no launch latency lies between the events (TVM's evaluator waits before it launches)."""
+def time_on_stream(kernel: Any, arguments: Sequence[Any], repeats: int, flush: Callable[[], object] | None) -> float:
+    """Seconds of the best of some runs of a kernel between two events, less what the events cost with nothing between them.
+    While the device flushes, the host queues the events and the launch, so that no launch latency lies between the
+    events (TVM's evaluator waits before it launches)."""
     kernel(*arguments)                          # once before, for what happens only once
-    span, times = cuda_memory.Span(), []
-    for _ in range(repeats):
-        if flush is not None:
-            cuda_memory.fill_zero(flush, flush_bytes)
-        span.begin()
-        kernel(*arguments)
-        span.end()
-        times.append(span.seconds())
-    return min(times)
+    span = cuda_memory.Span()
+
+    def best(run: Callable[[], object]) -> float:
+        times = []
+        for _ in range(repeats):
+            if flush is not None:
+                flush()
+            span.begin()
+            run()
+            span.end()
+            times.append(span.seconds())
+        return min(times)
+
+    nothing = best(lambda: None)
+    return max(best(lambda: kernel(*arguments)) - nothing, 0.0)

@@ -15,7 +15,7 @@ import tvm
 from relaxpack.kernel_spec import counts_width
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.runtime import step_inputs
-from relaxpack.runtime.kernel_times import TimedAlone
+from relaxpack.runtime.kernel_times import TimedAlone, _Largest
 from relaxpack.runtime.step_plan import SequenceStep
 from relaxpack.runtime.vm import Library
 from tests.helpers import graph_stand_ins
@@ -165,6 +165,27 @@ def test_kernels_of_a_captured_step_are_timed_one_by_one(captured: Any) -> None:
     assert order[0] == "next_token_ids" and order[-1].startswith("sample") and set(order) <= names
     assert sum("attention" in name for name in order) == 2 and all(seconds > 0 for _, seconds in seen.times)
     assert np.isfinite(logits).all()
+
+
+def test_what_flushes_the_caches_writes_to_nothing_of_the_step(captured: Any) -> None:
+    path, parameters, final = captured
+    names = {gv.name_hint for gv, f in final.functions_items() if isinstance(f, tvm.tirx.PrimFunc)}
+    runner = Runner(path, parameters, graphs=False)
+    plain, *_ = runner.decode(1, [SequenceStep([9], 0, [2, 3], [0])])
+    largest = _Largest(names, runner.library)
+    runner.library.instrument(largest)
+    runner.decode(1, [SequenceStep([9], 0, [2, 3], [0])])
+    assert largest.bytes == 2 * 48 * 32 * 4                     # gate and up; pages are larger and no weight
+    flush = largest.again()
+
+    class Flushed(TimedAlone):
+        def __call__(self, *given: Any) -> None:
+            flush()
+            super().__call__(*given)
+
+    runner.library.instrument(Flushed(names, runner.library, 0))
+    logits, *_ = runner.decode(1, [SequenceStep([9], 0, [2, 3], [0])])
+    np.testing.assert_array_equal(logits, plain)
 
 
 def test_head_and_sampling_in_one_kernel(captured: Any, tmp_path: Path) -> None:
