@@ -48,7 +48,7 @@ class _Largest:
 
     def __call__(self, func: Any, name: str, before_run: bool, ret_value: Any, *args: Any) -> None:
         size = max((_bytes(a) for a in args if self._library.is_parameter(a)), default=0)
-        if name in self.names and before_run and 0 < size >= self.bytes:     # of the readers of a table the head, not a gather
+        if name in self.names and before_run and 0 < size >= self.bytes:   # of two readers of a table the head
             self.name, self.bytes, self._arguments = name, size, args
 
     def again(self) -> Callable[[], object]:
