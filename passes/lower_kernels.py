@@ -40,6 +40,7 @@ from relaxpack.placeholders import (
     RMS_NORM,
     ROPE_APPEND_ATTENTION,
     SAMPLE,
+    TOP,
 )
 from relaxpack.weight_format import FORMATS
 from tvm import relax
@@ -80,6 +81,8 @@ class _Rewriter(FunctionRewriter):
             return self._attention(name, call, operands)
         if name == SAMPLE:
             return self._sample(call, operands)
+        if name == TOP:
+            return self._top_logprobs(call, operands)
         if name == HEAD_SAMPLE:
             return self._head_sample(call, operands)
         return None
@@ -152,6 +155,12 @@ class _Rewriter(FunctionRewriter):
         token_ids, logprobs = call.ty.fields
         kernel = self.provider.sample(SamplingSpec(int(operands[0].ty.shape[1]), "allowed" in buffers))
         return self._call(kernel, buffers, {"token_ids": token_ids, "logprobs": logprobs}, {"operation": "sample"})
+
+    def _top_logprobs(self, call: Any, operands: list[Any]) -> Any:
+        ids, logprobs = call.ty.fields
+        kernel = self.provider.top_logprobs(int(operands[0].ty.shape[1]))
+        buffers = dict(zip(("logits", "counters"), operands, strict=True))
+        return self._call(kernel, buffers, {"top_ids": ids, "top_logprobs": logprobs}, {"operation": "top_logprobs"})
 
     def _head_sample(self, call: Any, operands: list[Any]) -> Any:
         x, *rest, fmt = operands

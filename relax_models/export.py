@@ -38,8 +38,8 @@ def export_model(config: ModelConfig, limits: BuildLimits, dtype: str, kv_dtype:
 
     `generate`: `prefill` and `decode`. With `device_sampling` `decode` also samples (its result is logits, token ids,
     log-probabilities) and may take the tokens of the last step from the device, and `sample` does the same for given
-    logits: those of a prefill, or of a decode whose rows have masks of allowed tokens. `embed`: the function of that
-    name, a prefill that ends at the last hidden states.
+    logits: those of a prefill, or of a decode whose rows have masks of allowed tokens; `top_logprobs` finds the likeliest
+    tokens of given logits. `embed`: the function of that name, a prefill that ends at the last hidden states.
     """
     assert generate or embed, "a module of no functions"
     builder = relax.BlockBuilder()
@@ -68,6 +68,7 @@ class _Exporter:
         self._decode()
         if self.device_sampling:
             self._sample()
+            self._top_logprobs()
 
     def embed(self) -> None:
         """A mean over a prompt reads every row, so as many as tokens."""
@@ -122,6 +123,12 @@ class _Exporter:
         sampling = [*self._sampling_inputs(t), _tensor("allowed", "int32", masks, words)]
         self._function("sample", [logits, *sampling], {"t": self.limits.max_batch}, Decoder(self.config, self.dtype),
                        lambda graph: relax.Tuple([*graph.sample(logits, *sampling)]))
+
+    def _top_logprobs(self) -> None:
+        t = tvm.tirx.Var("t", "int64")
+        inputs = [_tensor("logits", "float32", t, self.config.vocab_size), _tensor("counters", "int32", t, 8)]
+        self._function("top_logprobs", inputs, {"t": self.limits.max_batch}, Decoder(self.config, self.dtype),
+                       lambda graph: graph.top_logprobs(*inputs))
 
     def _sampling_inputs(self, t: object) -> list[relax.Var]:
         counts_rows = tvm.tirx.Var("c", "int64")

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
-from relaxpack.placeholders import SAMPLE
+from relaxpack.kernel_spec import TOP_LOGPROBS
+from relaxpack.placeholders import SAMPLE, TOP
 from tvm import relax, te, tirx
 
 Expr = Any  # tvm.relax.Expr; TVM is untyped
@@ -72,6 +73,12 @@ class Graph:
         both = self(relax.call_dps_packed(SAMPLE, [logits, *settings], [
             relax.TensorType([rows], "int32"), relax.TensorType([rows], "float32")]))
         return self(relax.TupleGetItem(both, 0)), self(relax.TupleGetItem(both, 1))
+
+    def top_logprobs(self, logits: Expr, counters: Expr) -> Expr:
+        """logits f32[t, V], counters i32[t, 8] → the likeliest tokens i32[t, TOP_LOGPROBS] and their log-probabilities."""
+        shape = [logits.ty.shape[0], TOP_LOGPROBS]
+        return self(relax.call_dps_packed(TOP, [logits, counters], [
+            relax.TensorType(shape, "int32"), relax.TensorType(shape, "float32")]))
 
 
 def rope_table(graph: Graph, inv_freq: Any, max_position: int, attention_factor: float) -> Expr:

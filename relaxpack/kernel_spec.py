@@ -27,6 +27,8 @@ Buffer names and types by operation (I = activation dtype of the spec, inputs fi
                  → (in place) counts, token_ids i32[b], logprobs f32[b]; columns of settings and counters: SamplingSpec
     head_sample  the inputs of linear, then those of sample but logits; what the kernel keeps (`Kernel.persistent`)
                  → (in place) what is kept, counts; y f32[b, V], token_ids i32[b], logprobs f32[b]
+    top_logprobs logits f32[b, V], counters i32[b, 8] → top_ids i32[b, 20], top_logprobs f32[b, 20]: of each row as many of
+                 the likeliest tokens as its counter `tops` says, likeliest first, the lower id of equal ones
 
 `pages` is kv_dtype[num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] (2 = keys, values; keys after RoPE),
 `num_pages` is the symbolic variable `p`. Stages that touch `pages` take the layer as a scalar int64 parameter named
@@ -150,9 +152,10 @@ class SamplingSpec:
 
 
 SAMPLING_SETTINGS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "typical_p")
-SAMPLING_COUNTERS = ("top_k", "seed_low", "seed_high", "position", "counts_row", "mask_row")
+SAMPLING_COUNTERS = ("top_k", "seed_low", "seed_high", "position", "counts_row", "mask_row", "tops")
 COUNT_BITS, EDIT_BITS, IN_PROMPT = 20, 9, 1 << 30
 FIRST_EDIT = 2
+TOP_LOGPROBS = 20       # likeliest tokens that a device tells
 
 
 def counts_width(vocab_size: int) -> int:
@@ -206,6 +209,10 @@ class KernelProvider(Protocol):
 
     def sample(self, spec: SamplingSpec) -> Kernel:
         """Raises CompileError for targets that sample on the host (CPUs)."""
+        ...
+
+    def top_logprobs(self, vocab_size: int) -> Kernel:
+        """As `sample`."""
 
     def head_sample(self, spec: LinearSpec, sampling: SamplingSpec) -> Kernel | None:
         """None where two kernels are better or there is no such kernel."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 PREFILL_ATTENTION = "relaxpack.prefill_attention"
 DECODE_ATTENTION = "relaxpack.decode_attention"
 SAMPLE = "relaxpack.sample"
+TOP = "relaxpack.top_logprobs"
 # Made by passes out of Relax operations.
 UNPACK = "relaxpack.unpack"                # packed buffers → float weight; never lowered, fusion removes it
 LINEAR = "relaxpack.linear"                # with "+bias", "+residual", "+swiglu" or "+geglu" behind it

@@ -1,9 +1,9 @@
 """`CudaExecutor`: a step executor that samples on the device. Most steps are one captured graph that draws its own tokens.
 
-Where a grammar, several outputs of one prompt or log-probabilities of other tokens are asked for, the step leaves its
-logits on the device and `sample` draws from them, with the very kernel of the captured step: masks of allowed tokens are
-computed while the model runs. Who samples a sequence depends on its own settings alone, so that a seed gives the same
-text whatever else is in the step. The host draws only for sequences with more biases and bans than a device row holds.
+Where a grammar or several outputs of one prompt are asked for, the step leaves its logits on the device and `sample` draws
+from them, with the very kernel of the captured step: masks of allowed tokens are computed while the model runs. Who samples
+a sequence depends on its own settings alone, so that a seed gives the same text whatever else is in the step. The host draws
+only for sequences with more biases and bans than a device row holds, and scores prompts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from relaxpack.kernel_spec import TOP_LOGPROBS
 from relaxpack.runtime import sampler
 from relaxpack.runtime.cuda_model_runner import CudaModelRunner, FillSampling, SampledTokens
 from relaxpack.runtime.device_counts import DeviceCounts, fits
@@ -26,7 +27,7 @@ _ERRORS = {-1: NOT_FINITE, -2: NOTHING_ALLOWED}
 
 def draws_in_step(state: SamplingState) -> bool:
     """Whether a captured step can draw its token."""
-    if state.params.logprobs:
+    if (state.params.logprobs or 0) > TOP_LOGPROBS:
         return False
     return not state.edits_logits or (state.constraint is None and fits(state))
 
@@ -48,13 +49,13 @@ def _filler(rows: Sequence[int], states: Sequence[SamplingState], counts_rows: S
     `masks`: bits of allowed tokens."""
     settings = [(0.0 if p.greedy else p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
                  p.frequency_penalty, p.typical_p) for p in (state.params for state in states)]
-    counters = [(state.params.top_k, *_halves(state.key), state.num_output + ahead, counts_row)
-                for state, counts_row in zip(states, counts_rows, strict=True)]
+    counters = [(s.params.top_k, *_halves(s.key), s.num_output + ahead, counts_row, -1, s.params.logprobs or 0)
+                for s, counts_row in zip(states, counts_rows, strict=True)]
 
     def fill(arrays: Arrays) -> int:
         if rows:
             arrays["settings"][rows, :7] = settings
-            arrays["counters"][rows, :5] = counters
+            arrays["counters"][rows, :7] = counters
         used = 0
         for i, bits in zip(rows, masks, strict=False):
             if bits is not None:
@@ -100,7 +101,8 @@ class CudaExecutor:
         states = sampling.states
         fill = _filler(sampling.rows, states, self._counts.rows(states, ahead), ahead)
         source = np.arange(len(plan.sequences), dtype=np.int32) if ahead else None
-        return _Handle(self._runner.forward_and_sample(plan, fill, source), sampling)
+        tops = any(state.params.logprobs for state in states)
+        return _Handle(self._runner.forward_and_sample(plan, fill, source, tops), sampling, tops)
 
     def _step(self, plan: StepPlan, sampling: StepSampling) -> StepResult:
         """A step whose logits are sampled apart from it."""
@@ -109,21 +111,21 @@ class CudaExecutor:
         num_rows = sum(len(s.logit_offsets) for s in plan.sequences)
         on_host = {i for i, s in enumerate(states) if not fits(s)}
         masks = {i: s.constraint.bits() for i, s in enumerate(states) if s.constraint is not None and i not in on_host}
-        token_ids, logprobs = np.full(len(states), -1), np.zeros(len(states))
+        result = StepResult([-1] * len(states), [None] * len(states))
         for part in _rounds(rows, on_host):
             ours = [states[i] for i in part]
             fill = _filler([rows[i] for i in part], ours, self._counts.rows(ours), masks=[masks.get(i) for i in part])
-            drawn = self._runner.sample(logits, num_rows, fill).result()
-            for values, found in zip((token_ids, logprobs), drawn, strict=True):
-                values[part] = np.array(found)[[rows[i] for i in part]]
-        result = _result(token_ids.tolist(), logprobs.tolist(), states)
+            tops = any(state.params.logprobs for state in ours)
+            drawn = self._runner.sample(logits, num_rows, fill, tops)
+            _collect(result, part, drawn, [rows[i] for i in part], ours, tops)
         self._finish_on_host(logits, sampling, on_host, result)
         return result
 
     def _finish_on_host(self, logits: Any, sampling: StepSampling, on_host: set[int], result: StepResult) -> None:
-        """What needs logits on the host: prompt scores, likeliest tokens, and draws of those in `on_host`."""
+        """What needs logits on the host: prompt scores, many likeliest tokens, and draws of those in `on_host`."""
         states, rows, scores = sampling.states, sampling.rows, sampling.prompt_scores
-        tops = [i for i, s in enumerate(states) if s.params.logprobs and i not in on_host and i not in result.errors]
+        tops = [i for i, s in enumerate(states)
+                if (s.params.logprobs or 0) > TOP_LOGPROBS and i not in on_host and i not in result.errors]
         wanted = sorted({*(score.row for score in scores), *(rows[i] for i in tops), *(rows[i] for i in on_host)})
         if not wanted:
             return
@@ -135,16 +137,14 @@ class CudaExecutor:
                               [states[i].params.logprobs or 0 for i in tops])
         own = sorted(on_host)
         drawn = sampler.sample(values, [place[rows[i]] for i in own], [states[i] for i in own])
+        assert result.logprobs is not None
+        for i, one in zip(tops, found, strict=True):
+            result.logprobs[i] = one
         for k, i in enumerate(own):
             result.token_ids[i] = drawn.token_ids[k]
+            result.logprobs[i] = drawn.logprobs[k] if drawn.logprobs else None
             if k in drawn.errors:
                 result.errors[i] = drawn.errors[k]
-            else:
-                result.errors.pop(i, None)
-        logprobs = result.logprobs or [None] * len(states)
-        for i, one in [*zip(tops, found, strict=True), *zip(own, drawn.logprobs or [None] * len(own), strict=True)]:
-            logprobs[i] = one
-        result.logprobs = logprobs
 
     def close(self) -> None:
         self._host.close()
@@ -161,24 +161,32 @@ def _rounds(rows: Sequence[int], without: set[int]) -> Iterator[list[int]]:
         left = [i for i in left if taken[rows[i]] != i]
 
 
-def _result(token_ids: list[int], logprobs: list[float], states: Sequence[SamplingState]) -> StepResult:
-    result = StepResult([max(token, -1) for token in token_ids])
-    result.errors = {i: _ERRORS[token] for i, token in enumerate(token_ids) if token < 0}
-    if any(s.params.logprobs is not None for s in states):
-        result.logprobs = [
-            TokenLogprobs(token, logprob, ()) if s.params.logprobs is not None else None
-            for s, token, logprob in zip(states, token_ids, logprobs, strict=True)]
-    return result
+def _collect(result: StepResult, places: Sequence[int], drawn: SampledTokens, rows: Sequence[int],
+             states: Sequence[SamplingState], tops: bool) -> None:
+    """Put what was drawn for rows into places of a result. `tops`: likeliest tokens are there too."""
+    token_ids, logprobs = drawn.result()
+    top_ids, top_logprobs = drawn.tops() if tops else ([], [])
+    for place, row, state in zip(places, rows, states, strict=True):
+        token_id, wanted = token_ids[row], state.params.logprobs
+        if token_id < 0:
+            result.errors[place] = _ERRORS[token_id]
+            continue
+        result.token_ids[place] = token_id
+        if wanted is not None and result.logprobs is not None:
+            best = zip(top_ids[row][:wanted], top_logprobs[row][:wanted], strict=True) if wanted else ()
+            result.logprobs[place] = TokenLogprobs(token_id, logprobs[row], tuple(best))
 
 
 class _Handle:
-    def __init__(self, tokens: SampledTokens, sampling: StepSampling) -> None:
-        self._tokens, self._sampling = tokens, sampling
+    def __init__(self, tokens: SampledTokens, sampling: StepSampling, tops: bool) -> None:
+        self._tokens, self._sampling, self._tops = tokens, sampling, tops
 
     def result(self) -> StepResult:
-        token_ids, logprobs = self._tokens.result()
-        rows = self._sampling.rows
-        return _result([token_ids[row] for row in rows], [logprobs[row] for row in rows], self._sampling.states)
+        states, rows = self._sampling.states, self._sampling.rows
+        wanted = any(state.params.logprobs is not None for state in states)
+        result = StepResult([-1] * len(states), [None] * len(states) if wanted else None)
+        _collect(result, range(len(states)), self._tokens, rows, states, self._tops)
+        return result
 
 
 class _Done:

@@ -20,7 +20,7 @@ import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.kernel_spec import counts_width
+from relaxpack.kernel_spec import TOP_LOGPROBS, counts_width
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime import cuda_memory, step_inputs
 from relaxpack.runtime.cuda_pages import PageTransfer
@@ -57,14 +57,19 @@ class WarmUp:
 class SampledTokens:
     """Tokens that the device is still drawing; `result` waits for them."""
 
-    def __init__(self, rows: int, token_ids: cuda_memory.PinnedArray, logprobs: cuda_memory.PinnedArray,
-                 done: cuda_memory.Event) -> None:
-        self._rows, self._token_ids, self._logprobs, self._done = rows, token_ids, logprobs, done
+    def __init__(self, rows: int, staging: _Staging) -> None:
+        self._rows, self._staging = rows, staging
 
     def result(self) -> tuple[list[int], list[float]]:
-        """(token ids, log-probabilities); -1 where a row had no finite logits. Call it before the step after next."""
-        self._done.wait()
-        return self._token_ids.array[:self._rows].tolist(), self._logprobs.array[:self._rows].tolist()
+        """(token ids, log-probabilities); -1 where a row had no finite logits, -2 where nothing was allowed. Call it before
+        the step after next."""
+        self._staging.done.wait()
+        return self._staging.token_ids.array[:self._rows].tolist(), self._staging.logprobs.array[:self._rows].tolist()
+
+    def tops(self) -> tuple[list[list[int]], list[list[float]]]:
+        """The likeliest tokens of each row and their log-probabilities, where they were asked for. As `result`."""
+        self._staging.done.wait()
+        return self._staging.top_ids.array[:self._rows].tolist(), self._staging.top_logprobs.array[:self._rows].tolist()
 
 
 class _Staging:
@@ -74,6 +79,8 @@ class _Staging:
         self.inputs = cuda_memory.PinnedArray((inputs,), np.int32)
         self.token_ids = cuda_memory.PinnedArray((rows,), np.int32)
         self.logprobs = cuda_memory.PinnedArray((rows,), np.float32)
+        self.top_ids = cuda_memory.PinnedArray((rows, TOP_LOGPROBS), np.int32)
+        self.top_logprobs = cuda_memory.PinnedArray((rows, TOP_LOGPROBS), np.float32)
         self.uploaded, self.done = cuda_memory.Event(), cuda_memory.Event()
 
 
@@ -121,6 +128,7 @@ class CudaModelRunner:
         self._host_rows = cuda_memory.PinnedArray((self.max_batch, max(self.vocab_size, info.hidden_size)), np.float32)
         self._views: dict[InputLayout, dict[str, Any]] = {}
         self._step = 0
+        self._counters: Any = None      # of the step that is sampled last
         pages = self.num_pages * page_bytes(info)
         # In the order of their taking: what is small shares granules with what was small before.
         own = [4 * self.max_batch, count_bytes, 4 * widest, library_bytes]
@@ -156,19 +164,20 @@ class CudaModelRunner:
         return self._to_host(self._prompts("embed", plan.sequences, max(rows, 1)), rows)
 
     def forward_and_sample(self, plan: StepPlan, fill_sampling: FillSampling,
-                           token_source: np.ndarray | None = None) -> SampledTokens:
+                           token_source: np.ndarray | None = None, tops: bool = False) -> SampledTokens:
         """Run a step and draw a token for each logit row on the device. `fill_sampling` writes the rows' settings.
-        `token_source` (decode only): rows >= 0 take their input from that row of the last decode step."""
+        `token_source` (decode only): rows >= 0 take their input from that row of the last decode step. `tops`: find the
+        likeliest tokens of each row as well."""
         self._copy_pages(plan.copies)
         rows = step_inputs.count_logit_rows(plan.sequences)
         if step_inputs.is_decode(plan.sequences):
-            _, token_ids, logprobs = self.decode(plan.sequences, fill_sampling, token_source)
+            logits, token_ids, logprobs = self.decode(plan.sequences, fill_sampling, token_source)
             cuda_memory.copy_tensor(self._previous, token_ids, rows * 4)
         else:
-            return self.sample(self.prefill(plan.sequences), rows, fill_sampling)
-        return self._download(token_ids, logprobs, rows)
+            return self.sample(self.prefill(plan.sequences), rows, fill_sampling, tops)
+        return self._download(token_ids, logprobs, rows, logits if tops else None)
 
-    def sample(self, logits: Any, rows: int, fill_sampling: FillSampling) -> SampledTokens:
+    def sample(self, logits: Any, rows: int, fill_sampling: FillSampling, tops: bool = False) -> SampledTokens:
         """Draw a token for each of the first rows of what `start` gave."""
         layout = step_inputs.sampling_layout(rows, self.info)
         arrays = self._stage(layout)
@@ -176,9 +185,10 @@ class CudaModelRunner:
         views = self._upload(layout, layout.offsets[-1] + masks * layout.shapes[-1][1])
         if logits.shape[0] != rows:
             logits = view(logits, (rows, self.vocab_size), "float32", 0)
+        self._counters = views["counters"]
         token_ids, logprobs = self._library.call("sample", [
             logits, views["settings"], views["counters"], self._counts, views["allowed"]])
-        return self._download(token_ids, logprobs, rows)
+        return self._download(token_ids, logprobs, rows, logits if tops else None)
 
     def write_counts(self, row: int, first: int, count: int, fill: Callable[[np.ndarray], None]) -> None:
         """Start writing `count` words, which `fill` makes, of a row of counts (see `SamplingSpec`), from `first` on."""
@@ -189,12 +199,17 @@ class CudaModelRunner:
         cuda_memory.upload(self._counts, pinned, count * 4, (row * counts_width(self.vocab_size) + first) * 4)
         written.record()
 
-    def _download(self, token_ids: Any, logprobs: Any, rows: int) -> SampledTokens:
+    def _download(self, token_ids: Any, logprobs: Any, rows: int, logits: Any | None) -> SampledTokens:
+        """`logits`: whose likeliest tokens are wanted too."""
         staging = self._ring[(self._step - 1) % _RING]
         cuda_memory.download(staging.token_ids, token_ids, rows * 4)
         cuda_memory.download(staging.logprobs, logprobs, rows * 4)
+        if logits is not None:
+            top_ids, top_logprobs = self._library.call("top_logprobs", [logits, self._counters])
+            cuda_memory.download(staging.top_ids, top_ids, rows * TOP_LOGPROBS * 4)
+            cuda_memory.download(staging.top_logprobs, top_logprobs, rows * TOP_LOGPROBS * 4)
         staging.done.record()
-        return SampledTokens(rows, staging.token_ids, staging.logprobs, staging.done)
+        return SampledTokens(rows, staging)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> WarmUp:
         """Capture every bucket, largest first, so that the first request pays for none. `progress`: buckets done and in
@@ -238,6 +253,7 @@ class CudaModelRunner:
             arrays["token_source"][:len(token_source)] = token_source
         self._fill_sampling(arrays, fill_sampling)
         views = self._upload(layout)
+        self._counters = views["counters"]
         return self._library.call(name, [
             *(views[n] for n in ("token_ids", "positions", "slots", "lengths", "page_table", "token_source",
                                  "settings", "counters")), self._previous, self._counts, self._pages])

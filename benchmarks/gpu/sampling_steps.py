@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grammar": {"temperature": 0.0, "grammar": Grammar("regex", "even or odd")},
     "top_logprobs": {"temperature": 0.0, "logprobs": 5},
 }
-ON_HOST = ("greedy", "penalties", "top_k, top_p", "grammar")        # and on the host sampler, for comparison
+ON_HOST = ("greedy", "penalties", "top_k, top_p", "grammar", "top_logprobs")        # and on the host sampler, for comparison
 
 
 class EvenOrOdd:

@@ -164,8 +164,8 @@ def write_bundle(model: CapturedModel, path: Path) -> Manifest:
             for name, tensor in zip(model.names, model.parameters, strict=True):
                 params.add(name, {"": tensor.numpy()})
         entry = TargetEntry(target, f"lib/{target.file_stem}.so", target.file_stem, tuple(model.names),
-                            ("prefill", "decode", "sample"), {}, model.buckets, memory, activation_dtype="float32",
-                            kv_dtype="float32")
+                            ("prefill", "decode", "sample", "top_logprobs"), {}, model.buckets, memory,
+                            activation_dtype="float32", kv_dtype="float32")
         summary = WeightsSummary({"f32": memory["weight_bytes"]})
         return writer.finish(Manifest("test", "0" * 64, model.info, summary, (entry,), {}, {"name": "captured"}, {}))
 

@@ -15,6 +15,7 @@ from relaxpack.kernel_spec import (
     COUNT_BITS,
     EDIT_BITS,
     IN_PROMPT,
+    TOP_LOGPROBS,
     AttentionSpec,
     EmbeddingSpec,
     Kernel,
@@ -400,6 +401,40 @@ def _head(n: int, k: int) -> Any:
     return f
 
 
+@functools.cache
+def _top_logprobs(vocab: int) -> Any:
+    @T.prim_func(private=True, s_tir=True)
+    def f(logits_h: T.handle, counters_h: T.handle, ids_h: T.handle, logprobs_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        counters = T.match_buffer(counters_h, (t, T.int64(8)), "int32")
+        logits = T.match_buffer(logits_h, (t, T.int64(vocab)), "float32")
+        ids = T.match_buffer(ids_h, (t, T.int64(TOP_LOGPROBS)), "int32")
+        logprobs = T.match_buffer(logprobs_h, (t, T.int64(TOP_LOGPROBS)), "float32")
+        for i in range(t):
+            total = T.alloc_buffer((1,), "float32")
+            total[0] = T.float32(0)
+            for k in range(T.min(T.max(counters[i, 6], 1), TOP_LOGPROBS)):
+                ids[i, k] = vocab
+                for j in range(vocab):
+                    taken = T.alloc_buffer((1,), "int32")
+                    taken[0] = 0
+                    for m in range(k):
+                        if ids[i, m] == j:
+                            taken[0] = 1
+                    if taken[0] == 0:
+                        if ids[i, k] == vocab:
+                            ids[i, k] = j
+                        elif logits[i, j] > logits[i, ids[i, k]]:
+                            ids[i, k] = j
+            for j in range(vocab):
+                total[0] = total[0] + T.exp(logits[i, j] - logits[i, ids[i, 0]])
+            for k in range(T.min(counters[i, 6], TOP_LOGPROBS)):
+                if ids[i, k] < vocab:
+                    logprobs[i, k] = logits[i, ids[i, k]] - logits[i, ids[i, 0]] - T.log(total[0])
+    return f
+
+
 class PlainKernels:
     """`relaxpack.kernel_spec.KernelProvider` for float32 weights, activations and pages."""
 
@@ -464,3 +499,6 @@ class PlainKernels:
         masked = ("allowed",) if spec.constrained else ()
         return _kernel(_sample(spec.vocab_size, spec.constrained), "sample_constrained" if masked else "sample",
                        ("logits", "settings", "counters", "counts", *masked), ("token_ids", "logprobs"), ("counts",))
+
+    def top_logprobs(self, vocab_size: int) -> Kernel:
+        return _kernel(_top_logprobs(vocab_size), "top_logprobs", ("logits", "counters"), ("top_ids", "top_logprobs"))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from relaxpack.kernel_spec import COUNT_BITS, FIRST_EDIT, IN_PROMPT
+from relaxpack.kernel_spec import COUNT_BITS, FIRST_EDIT, IN_PROMPT, TOP_LOGPROBS
 from relaxpack.runtime.cuda_executor import CudaExecutor
 from relaxpack.runtime.cuda_model_runner import CudaModelRunner
 from relaxpack.runtime.device_counts import MOST_EDITS
@@ -58,11 +58,12 @@ def settings(vocab: int) -> dict[str, SamplingParams]:
         "all": replace(PENALTIES, logit_bias={5: 4.0, END: 9.0}, min_tokens=12, bad_words=((5, 5), (9,)), ignore_eos=False,
                        grammar=Grammar("regex", "thirds")),
         "logprobs": replace(PENALTIES, logprobs=3),
+        "many logprobs": replace(PENALTIES, logprobs=TOP_LOGPROBS + 4),
         "many": replace(GREEDY, logit_bias={i: float(i % 5) for i in range(61)}, bad_words=((1,),) * MOST_EDITS),
     }
 
 
-AHEAD = ("penalties", "bias", "min_tokens")
+AHEAD = ("penalties", "bias", "min_tokens", "logprobs")
 
 
 def engine(runner: CudaModelRunner, on_device: bool = True) -> Engine:

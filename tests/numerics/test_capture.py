@@ -195,7 +195,7 @@ def test_head_and_sampling_in_one_kernel(captured: Any, tmp_path: Path) -> None:
     heads = {name: [row["kernel"] for row in rows if row["kernel"].startswith("head_")]
              for name, rows in fused.steps.items()}
     assert heads == {"decode": [], "decode_1": ["head_61x32"], "decode_2": ["head_61x32"], "decode_4": [], "prefill": [],
-                     "prefill_4": [], "prefill_8": [], "sample": []}
+                     "prefill_4": [], "prefill_8": [], "sample": [], "top_logprobs": []}
     path, parameters, _ = captured
     for graphs in (False, True):
         for one, two in zip(steps(Runner(path, parameters, graphs)), steps(Runner(fused.path, fused.parameters, graphs)),

@@ -107,6 +107,9 @@ class CpuKernels:
     def sample(self, spec: SamplingSpec) -> Kernel:
         raise CompileError("on a CPU tokens are sampled by the runtime")
 
+    def top_logprobs(self, vocab_size: int) -> Kernel:
+        raise CompileError("on a CPU the likeliest tokens are found by the runtime")
+
     def _attention(self, operation: str, spec: AttentionSpec, make: Callable[[Isa, AttentionSpec], Any],
                    inputs: tuple[str, ...], outputs: tuple[str, ...], inplace: tuple[str, ...] = ()) -> Kernel:
         _only_float32(operation, spec.activation_dtype)

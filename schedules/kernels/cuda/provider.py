@@ -32,6 +32,7 @@ from relaxpack.schedules.kernels.cuda.norm import norm_kernel
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
 from relaxpack.schedules.kernels.cuda.sampling import sample
+from relaxpack.schedules.kernels.cuda.top_logprobs import top_logprobs
 from relaxpack.schedules.tuning.tuned import TunedKernels
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
@@ -92,6 +93,9 @@ class CudaKernels:
 
     def sample(self, spec: SamplingSpec) -> Kernel:
         return self._cached(("sample", spec), lambda: sample(spec, self.arch))
+
+    def top_logprobs(self, vocab_size: int) -> Kernel:
+        return self._cached(("top_logprobs", vocab_size), lambda: top_logprobs(vocab_size, self.arch))
 
     def head_sample(self, spec: LinearSpec, sampling: SamplingSpec) -> Kernel | None:
         if self._library_for(spec) is not None or self._found("linear", spec) is not None:

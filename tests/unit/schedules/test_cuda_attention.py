@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from relaxpack.errors import CompileError
-from relaxpack.kernel_spec import AttentionSpec, Kernel, SamplingSpec
+from relaxpack.kernel_spec import TOP_LOGPROBS, AttentionSpec, Kernel, SamplingSpec
 from relaxpack.schedules.kernels.cuda import attention_prefill, rope_append, sampling_pick, sampling_scan
+from relaxpack.schedules.kernels.cuda import top_logprobs as top_logprobs_kernel
 from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
 from relaxpack.schedules.kernels.cuda.attention_decode_merge import MERGE_WARPS
 from relaxpack.schedules.kernels.cuda.attention_decode_tuning import LIMITS, DecodeTuning, default_tuning, shared_bytes
@@ -205,7 +206,31 @@ def test_sampling_equals_float64_reference(vocab: int, constrained: bool) -> Non
     np.testing.assert_array_equal(counts, expected)
 
 
+@pytest.mark.parametrize("vocab", [17000, 5003, 11])
+def test_top_logprobs_equal_float64_reference(vocab: int) -> None:
+    rng, kinds = np.random.default_rng(vocab), ("", "large", "flat", "ties", "few")
+    logits = (rng.standard_normal((len(kinds), vocab)) * 3).astype(np.float32)
+    logits[1] *= 1000
+    logits[2] = 1.5
+    logits[3] = logits[3].round()
+    logits[4, rng.permutation(vocab)[min(7, vocab // 2):]] = -np.inf
+    counters = np.zeros((len(kinds), 8), np.int32)
+    counters[:, 6] = (0, 5, TOP_LOGPROBS + 3, 1, TOP_LOGPROBS)
+    ids, found = np.full((len(kinds), TOP_LOGPROBS), -9, np.int32), np.full((len(kinds), TOP_LOGPROBS), np.nan, np.float32)
+    emulate(top_logprobs_kernel.top_logprobs(vocab), [(len(kinds),)], [top_logprobs_kernel.THREADS],
+            {"logits": logits, "counters": counters, "top_ids": ids, "top_logprobs": found}, {"b": len(kinds)})
+    for i, kind in enumerate(kinds):
+        most = min(vocab, TOP_LOGPROBS, counters[i, 6])
+        z = logits[i].astype(np.float64)
+        best = np.argsort(-z, kind="stable")[:most]
+        np.testing.assert_array_equal(ids[i, :most], best, kind)
+        expected = z[best] - z.max() - np.log(np.exp(z - z.max()).sum())
+        np.testing.assert_allclose(found[i, :most], expected, rtol=1e-6, atol=1e-5, err_msg=kind)
+        assert (ids[i, counters[i, 6]:] == -9).all() and np.isnan(found[i, counters[i, 6]:]).all()
+
+
 KERNELS = {
+    "top_logprobs": lambda arch: top_logprobs_kernel.top_logprobs(128256, arch),
     "rope": lambda arch: rope_append.rope_append(spec(32, 8, 128, norm=1e-6), arch),
     "decode": lambda arch: decode_attention(spec(32, 8, 128), arch),
     "decode_256": lambda arch: decode_attention(spec(8, 4, 256, 64, window=512), arch),
