@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 SHAPES = {"1b": (128256, 2048), "qwen-0.5b": (151936, 896), "smollm2": (49152, 576)}
 ROWS = (1, 2, 4, 8)
-TILINGS: dict[str, dict[str, int]] = {"as two": {}, "two strips": {"strips": 2},
-                                      "two strips, one chunk": {"strips": 2, "unroll": 1}}
+TILINGS: dict[str, dict[str, int]] = {"as two": {"strips": 1, "unroll": 2}, "two strips": {"unroll": 2},
+                                      "two strips, one chunk": {}}
 OUTPUTS = ("y", "sums", "picks", "tops", "token_ids", "logprobs")
 STEPS = 16          # steps in a graph
 COPIES = 3          # of a head, taken in turn: more than the L2 holds

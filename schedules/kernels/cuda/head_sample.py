@@ -48,7 +48,8 @@ def head_sample(spec: LinearSpec, sampling: SamplingSpec, arch: str, **tiling: i
             or sampling.constrained or spec.out_features != sampling.vocab_size or rows is None or rows > MOST_ROWS
             or k < 64 * SCAN_THREADS // 32):
         return None
-    options: dict[str, Any] = {"columns": 8, "warps": SCAN_THREADS // 32, "unroll": 2, **tiling}
+    # Two strips a block: half as many arrivals (docs/kernels_cuda_attention.md).
+    options: dict[str, Any] = {"columns": 8, "warps": SCAN_THREADS // 32, "strips": 2, "unroll": 1, **tiling}
     early = arch == "sm_90a"
     name = f"head_sample_{spec.out_features}x{k}_{spec.activation_dtype}" + "".join(
         f"_{key[:2]}{value}" for key, value in options.items())
@@ -67,7 +68,7 @@ def head_sample(spec: LinearSpec, sampling: SamplingSpec, arch: str, **tiling: i
 
 def head_sample_function(spec: LinearSpec, sampling: SamplingSpec, early: bool, options: dict[str, Any]) -> Any:
     V, K, dtype = spec.out_features, spec.in_features, spec.activation_dtype
-    PARTS, BM, WIDTH = scan_blocks(V), 16 * options.get("strips", 1), counts_width(V)
+    PARTS, BM, WIDTH = scan_blocks(V), 16 * options["strips"], counts_width(V)
     PER, BLOCKS = SCAN_LOGITS // BM, -(-V // BM)        # blocks of a whole part, of all
     assert options["warps"] * 32 == SCAN_THREADS and SCAN_LOGITS % BM == 0
     scan = scan_part(sampling, early=False, fresh=True)
