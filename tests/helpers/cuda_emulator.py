@@ -66,6 +66,7 @@ RULES: list[tuple[str, Any]] = [
     (r"fence\.mbarrier_init\.release\.cluster", lambda o, i, m: ""),
     (r"cp\.async\.bulk\.tensor\.2d\.shared::cluster\.global\S*", lambda o, i, m:
         f"emu::tma_load({', '.join(i[:5])}, {i[5] if 'multicast' in m else '1u << emu::cur->rank'});"),
+    (r"cp\.async\.bulk\.shared::cluster\.global\S*", lambda o, i, m: f"emu::bulk_load({', '.join(i[:4])});"),
     (r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta\S*", lambda o, i, m: f"emu::tma_store({', '.join(i)});"),
     (r"cp\.async\.bulk\.commit_group", lambda o, i, m: ""),          # every store is a group of its own
     (r"cp\.async\.bulk\.wait_group(\.read)?", lambda o, i, m: f"emu::tma_wait({m.split()[-1]});"),
@@ -120,11 +121,11 @@ def _translate(match: re.Match[str]) -> str:
 
 
 class TensorMap(ctypes.Structure):
-    """What a kernel's tensor map says: a row-major 16-bit matrix, the box of one copy and its swizzle (0 to 3)."""
+    """What a kernel's tensor map says: a row-major matrix of 2- or 4-byte elements, the box of a copy, its swizzle."""
 
     _fields_ = [("data", ctypes.c_void_p), ("columns", ctypes.c_int64), ("rows", ctypes.c_int64), ("pitch", ctypes.c_int64),
                 ("box_columns", ctypes.c_int32), ("box_rows", ctypes.c_int32), ("swizzle", ctypes.c_int32),
-                ("pad", ctypes.c_int32)]
+                ("size", ctypes.c_int32)]
 
 
 class EmulatedModule:

@@ -38,9 +38,9 @@ def _lop3(out: list[str], inp: list[str], mnemonic: str) -> str:
     return f"{{ uint32_t r = {' | '.join(terms)}; {out[0]} = r; }}"
 
 
-ENCODE = re.compile(r'"runtime.cuTensorMapEncodeTiled", (\w+), "\w+", 2, (\w+)\.data, ([\w, ]+)\)')
+ENCODE = re.compile(r'"runtime.cuTensorMapEncodeTiled", (\w+), "(\w+)", 2, (\w+)\.data, ([\w, ]+)\)')
 
-cuda_emulator.RULES.insert(0, (r"ld\.shared\.v4\.b32", lambda o, i, m: "".join(
+cuda_emulator.RULES.insert(0, (r"ld\.shared\.v[24]\.b32", lambda o, i, m: "".join(
     f"memcpy(&{v}, (char*)emu::smem + {i[0]} + {4 * k}, 4);" for k, v in enumerate(o))))
 def _prmt(out: list[str], inp: list[str], mnemonic: str) -> str:
     return (f"{{ uint64_t both = (uint64_t)({inp[1]}) << 32 | (uint32_t)({inp[0]}); uint32_t select = {inp[2]}, r = 0; "
@@ -108,13 +108,14 @@ def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 def tensor_maps(func: Any, arguments: dict[str, Any]) -> dict[str, cuda_emulator.TensorMap]:
     """What the host part of a kernel encodes with cuTensorMapEncodeTiled, by the name of the map: read off its script."""
     found = {}
-    for name, buffer, numbers in ENCODE.findall(func.script()):
+    for name, dtype, buffer, numbers in ENCODE.findall(func.script()):
         columns, rows, pitch, box_columns, box_rows, *rest = (
             int(arguments["t"]) if number == "t" else int(number) for number in numbers.split(", "))
         assert rest[:3] == [1, 1, 0], "the emulator knows dense boxes only"
         array = arguments[buffer]
-        assert array.size >= rows * columns
-        found[name] = cuda_emulator.TensorMap(array.ctypes.data, columns, rows, pitch, box_columns, box_rows, rest[3], 0)
+        size = 4 if dtype == "uint32" else 2
+        assert array.nbytes >= rows * columns * size
+        found[name] = cuda_emulator.TensorMap(array.ctypes.data, columns, rows, pitch, box_columns, box_rows, rest[3], size)
     return found
 
 

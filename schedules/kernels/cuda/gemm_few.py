@@ -10,8 +10,8 @@ the result does not depend on timing and no workspace or counter is needed.
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.common import SHORT, device, glu_product, linear_func
-from relaxpack.schedules.kernels.cuda.fragments import high, low, pack
+from relaxpack.schedules.kernels.cuda.common import SHORT, device, linear_func
+from relaxpack.schedules.kernels.cuda.split_epilogue import SplitEpilogue
 from tvm.script import tirx as T
 
 BK = 64                        # values of K per stage: one 128-byte swizzle row
@@ -38,17 +38,16 @@ def few_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
     CL, XB = split * share, columns // share        # blocks of a cluster; rows of x that one block loads
     THREADS = NC * 128 + 32
     ACC = NB // 2                                   # float32 accumulators per thread
-    PITCH = BM + 4
     KT, GROUPS = -(-K // BK), -(-N // (BM * share))
     stage_bytes = (BM + NB) * BK * 2
     budget = 227 * 1024 if blocks_per_sm == 1 else 228 * 1024 // blocks_per_sm - 1024
+    E = SplitEpilogue(dtype, out_dtype, out_features=N // 2 if gated else N, rows=BM, columns=NB, split=S, threads=THREADS,
+                      clustered=CL > 1, bias=bias, residual=residual, glu=glu)
+    PITCH, end = E.pitch, E.finish
     stages = min((budget - 1024) // stage_bytes, 64, max(-(-KT // S), 2))
     assert stages >= 2 and NB * PITCH * 4 + 1024 <= budget, "the tile does not fit"
-    PACK = pack(dtype)
     MASK = sum(1 << member * split for member in range(share))      # blocks that share x with block 0
     MMA = f"wgmma.mma_async.sync.aligned.m64n{NB}k16.f32.{SHORT[dtype]}.{SHORT[dtype]}"
-    OUT = N // 2 if gated else N
-    BO = BM // 2 if gated else BM
     clustered, shared = CL > 1, share > 1
 
     def accumulators(c):
@@ -58,47 +57,6 @@ def few_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
         if clustered:
             return T.cluster_id([blocks]), T.cta_id_in_cluster([CL])
         return T.cta_id([blocks]), 0
-
-    @T.inline
-    def gather(v, target, partial, peers, offset):
-        """v[target .. target + 3] = sums over the cluster of four neighbouring partial sums, blocks in order. All loads
-        are issued before the first addition."""
-        if clustered:
-            for i in T.unroll(S):
-                T.ptx["ld.shared::cluster.v4.f32"](v[8 + i * 4], v[9 + i * 4], v[10 + i * 4], v[11 + i * 4],
-                                                   peers[i] + T.Cast("uint32", offset * 4))
-        else:
-            T.ptx["ld.shared.v4.f32"](v[8], v[9], v[10], v[11], partial.ptr_to([offset]))
-        for e in T.unroll(4):
-            v[target + e] = v[8 + e]
-            for i in T.unroll(S - 1):
-                v[target + e] = v[target + e] + v[12 + i * 4 + e]
-
-    @T.inline
-    def store(partial, peers, bias_buffer, residual_buffer, y, v, w, tile, m, column, f):
-        """Outputs f .. f + 3 of row m."""
-        base = T.meta_var(f // 8 * 16 + f % 8 if gated else f)
-        gather(v, 0, partial, peers, column * PITCH + base)
-        if gated:
-            gather(v, 4, partial, peers, column * PITCH + base + 8)
-        for e in T.unroll(4):
-            if bias:
-                v[e] = v[e] + bias_buffer[tile * BM + base + e]
-                if gated:
-                    v[4 + e] = v[4 + e] + bias_buffer[tile * BM + base + 8 + e]
-            if gated:
-                v[e] = glu_product(glu, v[e], v[4 + e])
-        if residual:
-            T.ptx["ld.global.v2.b32"](w[0], w[1], residual_buffer.ptr_to([m, tile * BO + f]))
-            for e in T.unroll(2):
-                v[e * 2] = v[e * 2] + low(dtype, w[e])
-                v[e * 2 + 1] = v[e * 2 + 1] + high(dtype, w[e])
-        if out_dtype == "float32":
-            T.ptx["st.global.v4.f32"](y.ptr_to([m, tile * BO + f]), v[0], v[1], v[2], v[3])
-        else:
-            T.ptx[PACK](w[0], v[1], v[0])
-            T.ptx[PACK](w[1], v[3], v[2])
-            T.ptx["st.global.v2.b32"](y.ptr_to([m, tile * BO + f]), w[0], w[1])
 
     @T.inline
     def body(x, weight, bias_buffer, residual_buffer, y, t):
@@ -221,29 +179,7 @@ def few_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
                 for i in T.unroll(ACC):
                     partial[(i // 4 * 8 + lane % 4 * 2 + i % 2) * PITCH
                             + wid * 16 + i % 4 // 2 * 8 + lane // 4] = c[i]
-            if clustered:
-                T.ptx["barrier.cluster.arrive.release"]()
-                T.ptx["barrier.cluster.wait.acquire"]()
-            else:
-                T.cuda.cta_sync()
-            v = T.alloc_buffer((8 + 4 * S,), "float32", scope="local")
-            w = T.alloc_buffer((2,), "uint32", scope="local")
-            peers = T.alloc_buffer((S,), "uint32", scope="local")
-            if clustered:
-                for i in T.unroll(S):
-                    T.ptx["mapa.shared::cluster.u32"](
-                        peers[i], T.cuda.cvta_generic_to_shared(partial.ptr_to([0])),
-                        T.Cast("uint32", member * S + i))
-            for i in T.serial(-(-NB * BO // 4 // (THREADS * S))):
-                item = T.meta_var((i * S + part) * THREADS + tx)
-                m = T.meta_var(first_row + item // (BO // 4))
-                f = T.meta_var(item % (BO // 4) * 4)
-                if item < NB * BO // 4:
-                    if T.And(m < rows, tile * BO + f < OUT):
-                        store(partial, peers, bias_buffer, residual_buffer, y, v, w, tile, m, item // (BO // 4), f)
-            if clustered:                   # no block may leave while another still reads its partial sums
-                T.ptx["barrier.cluster.arrive"]()
-                T.ptx["barrier.cluster.wait"]()
+            end(partial, bias_buffer, residual_buffer, y, tile, part, member, first_row, rows, tx)
 
     return body
 

@@ -1,0 +1,397 @@
+"""Checks and times the matmuls of quantised weights on one GPU, variants side by side, and cuBLAS in bf16 in the same run.
+
+    python -m benchmarks.gpu.quantised_matmul build FOLDER                            # anywhere with nvcc, no GPU needed
+    python benchmarks/gpu/quantised_matmul.py run FOLDER --out DIR [--limit SECONDS]  # on the GPU: TVM runtime and torch
+
+Numbers first: every kernel against float64 with poisoned outputs, `mixed` kernels with the weight rounded once to bf16.
+Writes DIR/quantised-matmul.json after every variant and prints the fastest of each matmul, format and row count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.kernels_matmul import TOLERANCE, Bench
+from benchmarks.gpu.matmul_variants import LINEARS, MULTIPROCESSORS
+
+PER_MODULE = 16
+ROUNDED_TOLERANCE = {"bfloat16": 3e-4, "float16": 1e-4}     # float32 results; weights that tie round differently
+PLAIN_TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
+CHAIN_PARTS = ("qkv", "o", "gate_up", "down")
+CHAIN_LAYERS = 8
+
+
+def variant(family: str, linear: str, weight: str | None, rows: tuple[int, ...], *, dtype: str = "bfloat16",
+            out_dtype: str | None = None, shape: tuple[int, int] | None = None, check: tuple[int, ...] = (),
+            **options: Any) -> dict[str, Any]:
+    n, k, gated = (*shape, False) if shape else LINEARS[linear]
+    if gated:
+        options["glu"] = "swiglu"
+    if linear.endswith("head"):
+        out_dtype = "float32"
+    marks = "_".join(f"{key[:3]}{value if isinstance(value, str) else int(value)}" for key, value in options.items())
+    name = "_".join(filter(None, [family, weight or "", f"{n}x{k}", dtype[:2], (out_dtype or dtype)[:2], marks]))
+    return {"name": name, "family": family, "linear": linear, "n": n, "k": k, "weight": weight, "dtype": dtype,
+            "out_dtype": out_dtype or dtype, "rows": list(rows), "check": list(check), "options": options}
+
+
+# --- what is built ----------------------------------------------------------------------------------------------------
+
+def check_variants() -> list[dict[str, Any]]:
+    found = []
+    few = (1, 3, 8, 9, 17, 33, 64, 65, 130, 200)
+    for weight in ("q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "fp8", "fp8_block"):
+        convert = {"convert": True} if weight.startswith("fp8") else {}
+        pdl = {"dependent_launch": True}
+        found += [
+            variant("mixed", "check", weight, (), shape=(1072, 576), check=few, out_dtype="float32", columns=16),
+            variant("mixed", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=64, strips=2,
+                    split=3, blocks_per_sm=1, residual=True, **pdl),
+            variant("mixed", "check", weight, (), shape=(1072, 1088), check=few, dtype="float16", out_dtype="float32",
+                    columns=32, split=4, bias=True, glu="swiglu", **pdl, **convert),
+            variant("bulk", "check", weight, (), shape=(1072, 1088), check=few[:5], out_dtype="float32", **pdl),
+            variant("bulk", "check", weight, (), shape=(1072, 2048), check=few[:5], out_dtype="float32", dtype="float16",
+                    columns=16, warps=4, unroll=2, stages=3, bias=True, glu="swiglu", residual=True, **pdl, **convert)]
+    found += [variant("mixed", "check", "q4_1", (), shape=(1072, 2048), check=few, out_dtype="float32", columns=128,
+                      blocks_per_sm=1, consumers=2, glu="swiglu", bias=True, residual=True),
+              variant("mixed", "check", "q4_0", (), shape=(1072, 2048), check=few, columns=256, blocks_per_sm=1),
+              variant("mixed", "check", "q4_0", (), shape=(1072, 2048), check=few, out_dtype="float32", columns=64,
+                      blocks_per_sm=1, consumers=4, split=2, dependent_launch=True),
+              variant("mixed", "check", "q8_0", (), shape=(1072, 2048), check=few[:5], columns=8, consumers=1, split=8)]
+    return found
+
+
+def row_variants(linear: str, weight: str) -> list[dict[str, Any]]:
+    """1 to 8 rows."""
+    _, k, _ = LINEARS[linear]
+    rows, pdl = (1, 2, 4, 8), {"dependent_launch": True}
+    main = weight in ("q4_0", "q4_1")
+    found = [variant("rows", linear, weight, rows, warps=w, unroll=u, ahead=a, **pdl)
+             for w, u, a in ((16, 2, True), (8, 2, False), *(((16, 4, False), (8, 4, False)) if main else ()))]
+    bulk = [(8, 4, 2, 3), (8, 2, 4, 3), (16, 4, 1, 2)]
+    if main:
+        bulk += [(8, 4, 2, 4), (4, 4, 4, 4), (16, 2, 2, 2)]
+    if k > 8192:
+        bulk += [(8, 4, 4, 3), (16, 4, 2, 2), (8, 2, 8, 3)]
+    found += [variant("bulk", linear, weight, rows, warps=w, unroll=u, stages=s, blocks_per_sm=b, **pdl)
+              for w, u, s, b in bulk]
+    return found + mixed_variants(linear, weight, 8, rows, full=False)
+
+
+def mixed_variants(linear: str, weight: str, columns: int, rows: tuple[int, ...], full: bool) -> list[dict[str, Any]]:
+    n, k, _ = LINEARS[linear]
+    shapes = {8: [(2, 1, 2), (1, 1, 2)], 16: [(2, 1, 2), (2, 2, 1), (1, 1, 2)], 32: [(2, 1, 2), (2, 2, 1), (4, 1, 1)],
+              64: [(2, 1, 1), (2, 2, 1), (4, 1, 1)], 128: [(2, 1, 1)], 256: [(2, 1, 1)]}[columns]
+    found = []
+    for consumers, strips, per_sm in shapes if full else shapes[:1]:
+        blocks, slots = -(-n // (64 * consumers * strips)), MULTIPROCESSORS * per_sm
+        splits = [s for s in (1, 2, 3, 4, 6, 8)
+                  if s == 1 or (0.4 * slots < blocks * s <= 1.1 * slots and k // 128 // s >= 4)]
+        splits = [s for s in splits if s > 1 or blocks >= 0.4 * slots] or splits[-1:]
+        found += [variant("mixed", linear, weight, rows, columns=columns, consumers=consumers, strips=strips, split=split,
+                          blocks_per_sm=per_sm, dependent_launch=True) for split in (splits if full else splits[-1:])]
+    return found
+
+
+def timed_variants() -> list[dict[str, Any]]:
+    found = []
+    for linear in ("8b.gate_up", "8b.o", "8b.down", "8b.qkv", "8b.head"):
+        for weight in ("q4_0", "q4_1", "q8_0", "fp8", "q6_k", "q4_k"):
+            if weight in ("q6_k", "q4_k") and linear not in ("8b.gate_up", "8b.head"):
+                continue
+            if weight in ("q8_0", "fp8", "q4_1", "q4_k") and linear == "8b.head":
+                continue
+            found += row_variants(linear, weight)
+            main = weight == "q4_0"
+            for columns in (16, 32, 64, 128):
+                found += mixed_variants(linear, weight, columns, (columns,), full=main)
+            if weight in ("q4_0", "q4_1") and linear != "8b.head":
+                found += mixed_variants(linear, weight, 128, (128, 256, 512, 1024), full=False)
+                found += mixed_variants(linear, weight, 256, (256, 512, 1024, 2048), full=False)
+            if main:
+                found += [planned(linear, weight, rows) for rows in (16, 32, 64)]
+        if linear != "8b.head":
+            found += [planned(linear, None, rows) for rows in (128, 256, 512, 1024, 2048)]
+        found.append(variant("dequantize", linear, "q4_0", (0,)))
+    return found
+
+
+def planned(linear: str, weight: str | None, rows: int) -> dict[str, Any]:
+    """What the rules pick without the kernels compared here."""
+    from relaxpack.schedules.kernels.cuda.linear import hopper_plan
+
+    n, k, gated = LINEARS[linear]
+    if weight is None:
+        family, options = hopper_plan(n, k, rows, gated)
+        return variant(family.removeprefix("gemm_"), linear, None, (rows,), dependent_launch=True, **options)
+    strips = 2 if n >= 8192 else 1
+    split = max(1, min(8, 128 // -(-n // (128 * strips)), k // 64 // 4))
+    return variant("few_quant", linear, weight, (rows,), columns=rows, strips=strips, warps=8, split=split,
+                   dependent_launch=True)
+
+
+def all_variants() -> list[dict[str, Any]]:
+    """Without duplicates; a kernel that is wanted for several row counts is built once."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in [*check_variants(), *timed_variants()]:
+        known = found.setdefault(entry["name"], {**entry, "rows": []})
+        known["rows"] += [t for t in entry["rows"] if t not in known["rows"]]
+    found.update({"norm4096": {"name": "norm4096", "family": "norm", "linear": "8b.norm", "n": 1, "k": 4096, "weight": None,
+                               "dtype": "bfloat16", "out_dtype": "bfloat16", "rows": [], "check": [], "options": {}}})
+    return list(found.values())
+
+
+def make(v: dict[str, Any]) -> Any:
+    from relaxpack.kernel_spec import NormSpec
+    from relaxpack.schedules.kernels.cuda.dequantize import dequantize
+    from relaxpack.schedules.kernels.cuda.gemm_few import gemm_few
+    from relaxpack.schedules.kernels.cuda.gemm_few_quant import gemm_few_quant
+    from relaxpack.schedules.kernels.cuda.gemm_many import gemm_many
+    from relaxpack.schedules.kernels.cuda.gemm_mixed import gemm_mixed
+    from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
+    from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
+    from relaxpack.schedules.kernels.cuda.norm import norm
+    from relaxpack.weight_format import FORMATS
+
+    n, k, name = v["n"], v["k"], v["name"]
+    if v["family"] == "norm":
+        return norm(NormSpec(k, 1e-5, v["dtype"], True), dependent_launch=True, name=name)
+    if v["family"] == "dequantize":
+        return dequantize(n, k, FORMATS[v["weight"]], v["dtype"], name=name)
+    if v["weight"] is None:
+        maker = {"few": gemm_few, "many": gemm_many}[v["family"]]
+        return maker(n, k, v["dtype"], v["out_dtype"], name=name, **v["options"])
+    quantised = {"rows": gemm_rows_quant, "bulk": gemm_rows_bulk, "mixed": gemm_mixed, "few_quant": gemm_few_quant}
+    return quantised[v["family"]](n, k, FORMATS[v["weight"]], v["dtype"], v["out_dtype"], name=name, **v["options"])
+
+
+def build(folder: Path) -> None:
+    from relaxpack.schedules.cuda_compile import check_library, compile_module, resource_usage
+    from relaxpack.target import parse_target
+
+    import tvm  # isort: skip
+
+    folder.mkdir(parents=True, exist_ok=True)
+    variants, index, started = all_variants(), [], time.time()
+    for number, first in enumerate(range(0, len(variants), PER_MODULE)):
+        part = variants[first:first + PER_MODULE]
+        library = folder / f"quantised-{number}.so"
+        executable = compile_module(tvm.IRModule({v["name"]: make(v) for v in part}), parse_target("cuda:sm_90a"))
+        executable.export_library(str(library))
+        check_library(library)
+        usage = resource_usage(library)
+        index += [{**v, "library": library.name, **usage.get(f"{v['name']}_kernel", {})} for v in part]
+        print(f"{library.name}: {len(index)} of {len(variants)}, {time.time() - started:.0f} s", flush=True)
+        (folder / "index.json").write_text(json.dumps(index))
+    for v in index:
+        if v.get("stack", 0) or v.get("local", 0):
+            print("stack frame:", v["name"], v.get("stack"), v.get("local"))
+
+
+# --- GPU machine ------------------------------------------------------------------------------------------------------
+
+class QuantisedBench(Bench):
+    """`Bench` whose references know that `mixed` kernels round each scaled weight once."""
+
+    def reference(self, v: dict[str, Any], canonical: Any, x: Any, bias: Any, residual: Any) -> Any:
+        torch, n, t = self.torch, v["n"], len(x)
+        plain = torch.from_numpy(canonical.dequantize()).cuda()
+        if v["family"] == "mixed" and v["weight"] != "fp8":
+            plain = plain.to(getattr(torch, v["dtype"]))
+        z = x.double() @ plain.double().T
+        glu = v["options"].get("glu")
+        if glu:
+            order = torch.arange(n, device="cuda").reshape(2, n // 16, 8).transpose(0, 1).reshape(-1)
+            z = z[:, order]
+        if bias is not None:
+            z = z + bias.double()
+        if glu:
+            pairs = z.reshape(t, n // 16, 2, 8)
+            gate, up = pairs[:, :, 0].reshape(t, n // 2), pairs[:, :, 1].reshape(t, n // 2)
+            z = gate * torch.sigmoid(gate) * up
+        return z if residual is None else z + residual.double()
+
+    def check(self, variant: dict[str, Any]) -> list[dict[str, Any]]:
+        torch, options, found = self.torch, variant["options"], []
+        fn = self.kernel(variant)
+        (buffers,), canonical = self.packed({**variant, "options": {"swiglu": bool(options.get("glu"))}}, 1)
+        width = variant["n"] // 2 if options.get("glu") else variant["n"]
+        bias = self.random((variant["n"],), "float32") if options.get("bias") else None
+        for t in variant["check"]:
+            x = self.random((t, variant["k"]), variant["dtype"])
+            residual = self.random((t, width), variant["dtype"]) if options.get("residual") else None
+            results = []
+            for _ in range(3):
+                y = torch.full((t, width), float("nan"), device="cuda", dtype=getattr(torch, variant["out_dtype"]))
+                fn(x, *[self.view(b) for b in buffers], *([] if bias is None else [bias]),
+                   *([] if residual is None else [residual]), y)
+                results.append(y)
+            z = self.reference(variant, canonical, x, bias, residual)
+            error = float((results[0].double() - z).norm() / z.norm())
+            limit = TOLERANCE["float32"]
+            if variant["out_dtype"] != "float32":
+                limit = PLAIN_TOLERANCE[variant["dtype"]]
+            elif variant["family"] == "mixed" and variant["weight"] != "fp8":
+                limit = (PLAIN_TOLERANCE if canonical.minimums is not None else ROUNDED_TOLERANCE)[variant["dtype"]]
+            found.append({"name": variant["name"], "t": t, "error": error, "ok": error < limit,
+                          "same_again": all(bool(torch.equal(results[0], y)) for y in results[1:])})
+        return found
+
+    def measure(self, variant: dict[str, Any]) -> list[dict[str, Any]]:
+        options = {**variant["options"], "swiglu": bool(variant["options"].get("glu"))}
+        return super().measure({**variant, "options": options})
+
+    def chains(self, index: list[dict[str, Any]], weight: str) -> list[dict[str, Any]]:
+        """One 8B layer's norms and matmuls, dependent launch, each kernel reading what the one before wrote: for every
+        family the fastest of its variants at that row count."""
+        torch, found, h = self.torch, [], 4096
+        by_name = {v["name"]: v for v in index}
+        shapes = {part: LINEARS[f"8b.{part}"] for part in CHAIN_PARTS}
+        layers = [{part: self.packed({"n": n, "k": k, "weight": weight, "dtype": "bfloat16", "options": {"swiglu": gated}},
+                                     1)[0][0] for part, (n, k, gated) in shapes.items()} for _ in range(CHAIN_LAYERS)]
+        norm, scale = self.kernel(by_name["norm4096"]), torch.ones(h, device="cuda")
+        for rows, choices in chain_choices(index, weight):
+            for label, names in choices.items():
+                run = {part: self.kernel(by_name[name]) for part, name in names.items()}
+                start = self.random((rows, h), "bfloat16")
+                x, residual, calls = start, torch.zeros_like(start), []
+                for layer in layers:
+                    for first, second in (("qkv", "o"), ("gate_up", "down")):
+                        total, y, out = (torch.empty_like(start) for _ in range(3))
+                        calls.append(partial(norm, x, residual, scale, total, y))
+                        n, _, gated = shapes[first]
+                        middle = torch.empty((rows, n // 2 if gated else n), device="cuda", dtype=x.dtype)
+                        calls.append(partial(run[first], y, *[self.view(b) for b in layer[first]], middle))
+                        if first == "qkv":          # its first columns stand for attention's result
+                            part = middle[:, :h] if rows == 1 else torch.empty_like(start)
+                            if rows > 1:
+                                calls.append(partial(part.copy_, middle[:, :h]))
+                            middle = part
+                        calls.append(partial(run[second], middle, *[self.view(b) for b in layer[second]], out))
+                        x, residual = out, total
+                us = self.time(calls) * len(calls) / CHAIN_LAYERS
+                found.append({"chain": label, "weight": weight, "t": rows, "us": us, "kernels": names})
+        return found
+
+
+TIMES: dict[tuple[str, int], float] = {}          # variant name, rows → us
+
+
+def chain_choices(index: list[dict[str, Any]], weight: str) -> list[tuple[int, dict[str, dict[str, str]]]]:
+    """Row count → label → kernel by part: the best of each family and of all."""
+    found = []
+    for rows, families in ((1, ("rows", "bulk", "mixed")), (8, ("rows", "bulk", "mixed")), (16, ("few_quant", "mixed")),
+                           (64, ("few_quant", "mixed"))):
+        choices = {}
+        for label in (*families, "best"):
+            wanted = families if label == "best" else (label,)
+            best = {}
+            for part in CHAIN_PARTS:
+                timed = [(TIMES[v["name"], rows], v["name"]) for v in index if v["linear"] == f"8b.{part}"
+                         and v["weight"] == weight and v["family"] in wanted and (v["name"], rows) in TIMES]
+                if timed:
+                    best[part] = min(timed)[1]
+            if len(best) == len(CHAIN_PARTS):
+                choices[label] = best
+        found.append((rows, choices))
+    return found
+
+
+def run(folder: Path, out: Path, limit: float) -> int:
+    started = time.time()
+    bench = QuantisedBench(folder)
+    index = json.loads((folder / "index.json").read_text())
+    result: dict[str, Any] = {"device": bench.torch.cuda.get_device_name(), "checks": [], "times": [], "chains": [],
+                              "failures": [], "ceilings": bench.ceilings()}
+
+    def save() -> None:
+        result["seconds"] = time.time() - started
+        (out / "quantised-matmul.json").write_text(json.dumps(result))
+
+    def attempt(name: str, work: Any) -> None:
+        try:
+            work()
+            bench.torch.cuda.synchronize()
+        except Exception as error:   # one broken kernel must not hide the others; it is reported and fails the run
+            result["failures"].append({"name": name, "error": f"{type(error).__name__}: {error}"[:500]})
+            if "illegal" in str(error).lower() or "unspecified launch" in str(error):
+                save()
+                raise SystemExit(f"{name}: {error}") from error
+        save()
+
+    for v in index:
+        if v["check"]:
+            attempt(v["name"], lambda v=v: result["checks"].extend(bench.check(v)))
+    bad = [c for c in result["checks"] if not c["ok"] or not c["same_again"]]
+    print(f"{len(result['checks'])} checks, {len(bad)} bad, {len(result['failures'])} failures, "
+          f"{time.time() - started:.0f} s")
+    for entry in bad[:20]:
+        print("  BAD", entry["name"], "t", entry["t"], f"{entry['error']:.2e}", "same", entry["same_again"])
+    broken = {(c["name"].split("_")[0], c["name"].split("_")[1]) for c in bad}
+
+    def measure(v: dict[str, Any]) -> None:
+        for entry in bench.measure(v):
+            result["times"].append(entry)
+            TIMES[entry["name"], entry["t"]] = entry["us"]
+
+    rows: dict[str, set[int]] = {}
+    for v in index:
+        if v["rows"] and time.time() - started < limit * 0.8:
+            attempt(v["name"], lambda v=v: measure(v))
+            if v["rows"] != [0]:
+                rows.setdefault(v["linear"], set()).update(v["rows"])
+    bench.weights.clear()
+    for linear, seen in rows.items():
+        n, k, _ = LINEARS[linear]
+        if time.time() - started < limit:
+            attempt(f"cublas {linear}", lambda linear=linear, n=n, k=k, seen=seen: result["times"].extend(
+                bench.cublas(linear, n, k, sorted(seen))))
+    for weight in ("q4_1", "q4_0"):
+        if time.time() - started < limit:
+            attempt(f"chain {weight}", lambda weight=weight: result["chains"].extend(bench.chains(index, weight)))
+    report(result, broken)
+    return int(bool(bad or result["failures"]))
+
+
+def report(result: dict[str, Any], broken: set[tuple[str, str]]) -> None:
+    print(result["device"], f"{result['seconds']:.0f} s", result["ceilings"], "broken:", sorted(broken))
+    for failure in result["failures"][:10]:
+        print("  FAILED", failure["name"], failure["error"][:200])
+    best: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for entry in result["times"]:
+        key = (entry["linear"], entry["t"], f"{entry['weight'] or ''} {entry['family']}")
+        if key not in best or entry["us"] < best[key]["us"]:
+            best[key] = entry
+    for (linear, t, kind), entry in sorted(best.items()):
+        library = best.get((linear, t, " cublas"))
+        ratio = f"{library['us'] / entry['us']:.2f}x" if library else ""
+        marks = " ".join(f"{key[:4]}={value}" for key, value in entry["options"].items()
+                         if key not in ("swiglu", "glu", "dependent_launch"))
+        print(f"  {linear:10s} t {t:4d} {kind:16s} {entry['us']:7.1f} us {entry['tb_s']:5.2f} TB/s {ratio:6s} {marks}")
+    for entry in result["chains"]:
+        print(f"  chain {entry['weight']} t {entry['t']} {entry['chain']}: {entry['us']:.1f} us a layer")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["build", "run"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--limit", type=float, default=120, help="seconds after which nothing new is begun")
+    options = parser.parse_args()
+    if options.command == "build":
+        build(options.folder)
+        return 0
+    return run(options.folder, options.out, options.limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
