@@ -83,6 +83,7 @@ def main() -> None:
                                                           **storage_summary(lowered.explanation["memory_plan"])},
                    "rope_theta": config.rope.theta, "epsilon": config.norm_epsilon,
                    "intermediate_size": config.intermediate_size, "tie_embeddings": config.tie_embeddings,
+                   "activation": config.activation, "embedding_scale": config.embedding_scale,
                    "qkv_bias": config.qkv_bias, "kernels": lowered.explanation["kernels"],
                    "calls": lowered.explanation["calls"],
                    "explain": _explain(lowered),

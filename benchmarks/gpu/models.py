@@ -1,20 +1,22 @@
 """Published shapes of the models the GPU benchmarks use; weights come from a seed on the device.
 
 Sources: the config.json files of meta-llama/Llama-3.2-1B, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B,
-Qwen/Qwen3-8B (RoPE scaling left out).
+Qwen/Qwen3-8B, google/gemma-2b (RoPE scaling left out).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from relaxpack.relax_models.config import ModelConfig
 from relaxpack.relax_models.rope import RopeConfig
 
 
 def _model(architecture: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int,
-           vocab: int, theta: float, tie: bool, qkv_bias: bool = False, qk_norm: bool = False) -> ModelConfig:
+           vocab: int, theta: float, tie: bool, qkv_bias: bool = False, qk_norm: bool = False, **more: Any) -> ModelConfig:
     rope = RopeConfig("default", theta, head_dim, 131072)
     return ModelConfig(architecture, hidden, intermediate, layers, heads, kv_heads, head_dim, vocab, 1e-5, 131072, rope,
-                       (None,) * layers, tie, qkv_bias, False, False, qk_norm)
+                       (None,) * layers, tie, qkv_bias, False, False, qk_norm, **more)
 
 
 MODELS = {
@@ -22,4 +24,6 @@ MODELS = {
     "llama-3.1-8b": _model("llama", 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, False),
     "qwen2.5-7b": _model("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, 1000000.0, False, qkv_bias=True),
     "qwen3-8b": _model("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 1000000.0, False, qk_norm=True),
+    "gemma-2b": _model("gemma", 2048, 16384, 18, 8, 1, 256, 256000, 10000.0, True, activation="gelu_tanh",
+                       embedding_scale=2048**0.5),
 }

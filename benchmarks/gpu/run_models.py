@@ -83,6 +83,7 @@ class Reference:
         i, w = self.info, self.w
         n, d = len(ids), i.head_dim
         x = w["model.embed_tokens.weight"][torch.tensor(ids, device="cuda")].to(self.dtype)
+        x = x * torch.tensor(self.d.get("embedding_scale", 1.0), dtype=torch.bfloat16, device="cuda").to(self.dtype)
         inv = self.d["rope_theta"] ** -(torch.arange(0, d, 2, device="cuda", dtype=torch.float64) / d)
         angle = (torch.arange(n, device="cuda").double()[:, None] * inv).float()
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
@@ -111,7 +112,9 @@ class Reference:
             x = x + o @ w[p + "self_attn.o_proj.weight"].to(self.dtype).T
             gu = norm(x, p + "post_attention_layernorm.weight") @ w[p + "mlp.gate_proj+up_proj.weight"].to(self.dtype).T
             gate, up = gu.chunk(2, -1)
-            x = x + (torch.nn.functional.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].to(self.dtype).T
+            gate = (torch.nn.functional.silu(gate) if self.d.get("activation", "silu") == "silu"
+                    else torch.nn.functional.gelu(gate, approximate="tanh"))
+            x = x + (gate * up) @ w[p + "mlp.down_proj.weight"].to(self.dtype).T
         head = w["model.embed_tokens.weight" if self.d["tie_embeddings"] else "lm_head.weight"].to(self.dtype)
         return (norm(x, "model.norm.weight") @ head.T).float()
 
