@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from relaxpack.kernel_spec import SAMPLING_SETTINGS
+from relaxpack.kernel_spec import SAMPLING_SETTINGS, TOP_LOGPROBS
 from tests.helpers import attention_device as dev
 from tests.helpers import sampling_case
 
@@ -218,6 +218,35 @@ def check_sampling(lib: dev.Library) -> None:
                 require(bool((buffers["token_ids"].cpu().numpy() == first).all()), f"{name}: repeats differ")
         record("numerics", name, f"{total} rows", near_ties=int(mistakes))
     check_distribution(lib)
+    check_top(lib)
+
+
+def top_buffers(wanted: list[int], logits: torch.Tensor) -> dict[str, Any]:
+    counters = np.zeros((len(wanted), 8), np.int32)
+    counters[:, 6] = wanted
+    return {"logits": logits, "counters": torch.tensor(counters, device=dev.DEVICE),
+            "top_ids": dev.poisoned([len(wanted), TOP_LOGPROBS], "int32"),
+            "top_logprobs": dev.poisoned([len(wanted), TOP_LOGPROBS], "float32")}
+
+
+def check_top(lib: dev.Library) -> None:
+    for name in lib.names("top."):
+        vocab, wanted = lib.spec(name)["vocab_size"], [TOP_LOGPROBS, 5, TOP_LOGPROBS, 1, 0]
+        g = torch.Generator(dev.DEVICE).manual_seed(3)
+        logits = torch.randn((len(wanted), vocab), generator=g, device=dev.DEVICE) * 3
+        logits[1] = logits[1].round()
+        logits[2, 7:] = -math.inf
+        buffers = top_buffers(wanted, logits)
+        lib.prepare(name, buffers)()
+        for i, count in enumerate(wanted):
+            z = logits[i].double().cpu().numpy()
+            best = np.argsort(-z, kind="stable")[:count]
+            found = buffers["top_logprobs"][i, :count].cpu().numpy()
+            expected = z[best] - z.max() - np.log(np.exp(z - z.max()).sum())
+            require(bool((buffers["top_ids"][i, :count].cpu().numpy() == best).all()), f"{name} row {i}: tokens")
+            require(bool(np.allclose(found, expected, rtol=1e-6, atol=1e-4)), f"{name} row {i}: log-probabilities")
+        require(bool((buffers["top_ids"][4] == buffers["top_ids"][4, 0]).all()), f"{name}: what nobody wants was written")
+        record("numerics", name, f"{len(wanted)} rows")
 
 
 def check_distribution(lib: dev.Library) -> None:
@@ -359,6 +388,9 @@ def time_sampling(lib: dev.Library) -> None:
                     continue
                 launch = lib.prepare("sample.128256", sampling_buffers(128256, [setting] * b, logits, False))
                 record("sample", "sample.128256", f"{b} rows {shape} {mode}", us=dev.graph_time([launch] * 8) * 1e6)
+            for wanted in (5, TOP_LOGPROBS) if shape == "peaked" else ():
+                launch = lib.prepare("top.128256", top_buffers([wanted] * b, logits))
+                record("sample", "top.128256", f"{b} rows, {wanted} tokens", us=dev.graph_time([launch] * 8) * 1e6)
 
 
 def main() -> int:

@@ -21,6 +21,7 @@ from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import HopperTuni
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
 from relaxpack.schedules.kernels.cuda.sampling import sample
+from relaxpack.schedules.kernels.cuda.top_logprobs import top_logprobs
 from tests.helpers import cuda_harness
 
 
@@ -58,6 +59,7 @@ def builds(tune: bool, mma: bool = True, arch: str = "sm_90a") -> dict[str, tupl
                 found[f"fused.{name}@{rows}"] = s, fused
     found["sample.128256"] = SamplingSpec(128256), sample(SamplingSpec(128256), arch)
     found["sample.5003c"] = SamplingSpec(5003, True), sample(SamplingSpec(5003, True), arch)
+    found["top.128256"] = SamplingSpec(128256), top_logprobs(128256, arch)
     if tune:
         found["decode.8b@p64"] = LLAMA_8B_64, decode_attention(LLAMA_8B_64, arch)
         found["prefill.8b@mma"] = LLAMA_8B, prefill_attention(LLAMA_8B, arch, mma_tuning(LLAMA_8B, arch))
