@@ -14,7 +14,7 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.passes.rewrite import FunctionRewriter, is_op
+from relaxpack.passes.rewrite import FunctionRewriter, is_op, scalar_of
 from relaxpack.recipe import ScaleBy, matrix_tensors
 from tvm import relax
 from tvm.relax.expr_functor import mutator
@@ -27,7 +27,7 @@ class _Rewriter(FunctionRewriter):
         self.fixed = fixed
 
     def rewrite(self, call: Any) -> Any | None:
-        if not is_op(call, "relax.multiply") or (factor := _scalar(call.args[1])) is None \
+        if not is_op(call, "relax.multiply") or (factor := scalar_of(call.args[1])) is None \
                 or len(self.users.get(call.args[0], ())) != 1:
             return None
         value = self.definition(call.args[0])
@@ -54,12 +54,6 @@ class _Rewriter(FunctionRewriter):
 
     def _scaled(self, parameter: Any, factor: float) -> Any:
         return self.parameter(f"{parameter.name}*{factor:g}", parameter.ty, ScaleBy(self.recipe_of(parameter), factor))
-
-
-def _scalar(expr: Any) -> float | None:
-    if not isinstance(expr, tvm.ir.GenericConst) or expr.value.numpy().shape != ():
-        return None
-    return float(expr.value.numpy())
 
 
 def FoldScales(fixed: frozenset[str] = frozenset()) -> Any:

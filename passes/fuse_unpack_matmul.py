@@ -6,6 +6,7 @@
     gelu_tanh(split(linear)[0]) * split(linear)[1]           → relaxpack.linear+geglu
     astype(linear, float32)                                  → relaxpack.linear with float32 result
     take(unpack(w), ids)                                     → relaxpack.embedding(ids, w)
+    take(unpack(w), ids) * constant                          → relaxpack.embedding(ids, w, constant)
 
 Operands of `linear`: x, buffers of w, [bias], format name, gated flag. Needs PackWeights before; the inner forms die.
 `FuseUnpackOnly` rewrites the first and the last form alone; it stands in where FuseEpilogues is disabled.
@@ -17,7 +18,7 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.passes.rewrite import FunctionRewriter, glu_of, is_op, operands_of, placeholder, placeholder_name
+from relaxpack.passes.rewrite import FunctionRewriter, glu_of, is_op, operands_of, placeholder, placeholder_name, scalar_of
 from relaxpack.placeholders import EMBEDDING, GLU, LINEAR, UNPACK
 from tvm import relax
 from tvm.relax.expr_functor import mutator
@@ -33,12 +34,25 @@ class _Rewriter(FunctionRewriter):
         if is_op(call, "relax.matmul") or (self.epilogues and is_op(call, "relax.add")):
             return self._linear(call, call.ty, "")
         if self.epilogues and is_op(call, "relax.multiply"):
-            return self._glu(call)
+            fused = self._glu(call)
+            return fused if fused is not None else self._scaled_embedding(call)
         if self.epilogues and is_op(call, "relax.astype") and str(call.ty.dtype) == "float32":
             return self._linear(self.definition(call.args[0]), call.ty, "")
-        if is_op(call, "relax.take") and placeholder_name(table := self.definition(call.args[0])) == UNPACK:
-            return placeholder(EMBEDDING, [self.new(call.args[1]), *map(self.new, operands_of(table))], call.ty)
+        if is_op(call, "relax.take"):
+            return self._embedding(call, call.ty)
         return None
+
+    def _embedding(self, call: Any, out_ty: Any, *factor: Any) -> Any | None:
+        table = self.definition(call.args[0])
+        if placeholder_name(table) != UNPACK:
+            return None
+        return placeholder(EMBEDDING, [self.new(call.args[1]), *map(self.new, operands_of(table)), *factor], out_ty)
+
+    def _scaled_embedding(self, call: Any) -> Any | None:
+        rows, factor = self.definition(call.args[0]), scalar_of(call.args[1])
+        if not is_op(rows, "relax.take") or factor is None:
+            return None
+        return self._embedding(rows, call.ty, relax.prim_value(factor))
 
     def _linear(self, value: Any, out_ty: Any, flags: str) -> Any | None:
         bias = None

@@ -110,10 +110,12 @@ class _Rewriter(FunctionRewriter):
         return self._call(self.provider.linear(spec), buffers, {"y": call.ty}, facts)
 
     def _embedding(self, call: Any, operands: list[Any]) -> Any:
+        scaled = isinstance(operands[-1], tvm.tirx.FloatImm)
+        factor = float(operands.pop().value) if scaled else 1.0
         token_ids, *buffers, fmt, _ = operands
         weight, hidden = FORMATS[str(fmt.value)], int(call.ty.shape[-1])
         vocab = self._vocab_size(call)
-        spec = EmbeddingSpec(vocab, hidden, weight, str(call.ty.dtype))
+        spec = EmbeddingSpec(vocab, hidden, weight, str(call.ty.dtype), factor)
         return self._call(self.provider.embedding(spec),
                           {"token_ids": token_ids, **self._weight_buffers(weight, vocab, hidden, False, buffers)},
                           {"y": call.ty}, {"operation": "embedding", "vocab": vocab})

@@ -62,6 +62,13 @@ def is_op(expr: Any, name: str) -> bool:
     return isinstance(expr, tvm.ir.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == name
 
 
+def scalar_of(expr: Any) -> float | None:
+    """A constant number, as its dtype rounds it; None for anything else."""
+    if not isinstance(expr, tvm.ir.GenericConst) or expr.value.numpy().shape != ():
+        return None
+    return float(expr.value.numpy())
+
+
 def glu_of(expr: Any) -> str | None:
     """The gated linear unit whose gate `expr` is: "swiglu" for a silu, "geglu" for a GELU with the tanh approximation."""
     return next((glu for glu, op in GLU.items() if is_op(expr, op)), None)

@@ -11,7 +11,7 @@ Buffer names and types by operation (I = activation dtype of the spec, inputs fi
 
     linear       x I[t, K], weight (packed, see WeightLayout), [bias f32[N]], [residual I[t, N]]
                  → y O[t, N]; with glu: N counts gate and up rows together and y is O[t, N/2]
-    embedding    token_ids i32[t], weight (packed) → y I[t, H]
+    embedding    token_ids i32[t], weight (packed) → y I[t, H], times EmbeddingSpec.factor
     rms_norm     x I[t, H], weight f32[H] → y I[t, H]
     add_rms_norm x I[t, H], residual I[t, H], weight f32[H] → total I[t, H], y I[t, H]
     rope_append  qkv I[t, (H+2KV)*D], rope_table f32[max_position, rotary_dim] (cos | sin halves), positions i32[t],
@@ -100,6 +100,7 @@ class EmbeddingSpec:
     hidden_size: int
     weight: WeightFormat
     activation_dtype: str
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _add(h: int) -> Any:
 
 
 @functools.cache
-def _embedding(v: int, h: int) -> Any:
+def _embedding(v: int, h: int, factor: float) -> Any:
     @T.prim_func(private=True, s_tir=True)
     def f(ids_h: T.handle, w: T.Buffer((T.int64(v), T.int64(h)), "float32"), y_h: T.handle):
         T.func_attr(ATTRS)
@@ -127,7 +127,7 @@ def _embedding(v: int, h: int) -> Any:
         y = T.match_buffer(y_h, (t, T.int64(h)), "float32")
         for i in range(t):
             for j in range(h):
-                y[i, j] = w[T.max(T.min(ids[i], v - 1), 0), j]      # clamped, as on a GPU
+                y[i, j] = w[T.max(T.min(ids[i], v - 1), 0), j] * T.float32(factor)      # clamped, as on a GPU
     return f
 
 
@@ -457,7 +457,8 @@ class PlainKernels:
         return Kernel((product, total), "rule:plain", {"product": (("t", n), "float32")})
 
     def embedding(self, spec: EmbeddingSpec) -> Kernel:
-        return _kernel(_embedding(spec.vocab_size, spec.hidden_size), "embedding", ("token_ids", "weight"), ("y",))
+        gather = _embedding(spec.vocab_size, spec.hidden_size, spec.factor)
+        return _kernel(gather, "embedding", ("token_ids", "weight"), ("y",))
 
     def norm(self, spec: NormSpec) -> Kernel:
         h, eps = spec.hidden_size, spec.epsilon

@@ -126,14 +126,14 @@ def test_tuning_changes_no_bit(kernels: CpuKernels) -> None:
     np.testing.assert_array_equal(y, expected)
 
 
-@pytest.mark.parametrize(("name", "hidden"), [("fp8", 96), ("fp8_block", 256), ("fp8_block", 200)])
-def test_embedding(kernels: CpuKernels, name: str, hidden: int) -> None:
+@pytest.mark.parametrize(("name", "hidden", "factor"), [("fp8", 96, 1.0), ("fp8_block", 256, 8.0), ("fp8_block", 200, 1.0)])
+def test_embedding(kernels: CpuKernels, name: str, hidden: int, factor: float) -> None:
     fmt, table = FORMATS[name], random_weight(name, 75, hidden)
     packed = kernels.pack(kernels.weight_layout(fmt, 75, hidden, False), table)[""]
     ids = np.array([0, 74, 31, 32, 16, 15, 47, 48, 3, 74, 1, -5, 99], "int32")
-    kernel = kernels.embedding(EmbeddingSpec(75, hidden, fmt, "float32"))
+    kernel = kernels.embedding(EmbeddingSpec(75, hidden, fmt, "float32", factor))
     y, = run(kernels, kernel, {"token_ids": ids, "weight": packed}, {"y": (len(ids), hidden)})
-    np.testing.assert_array_equal(y, table.dequantize()[np.clip(ids, 0, 74)])
+    np.testing.assert_array_equal(y, table.dequantize()[np.clip(ids, 0, 74)] * np.float32(factor))
 
 
 def test_bad_questions_are_refused_with_the_reason() -> None:

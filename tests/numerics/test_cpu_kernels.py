@@ -185,15 +185,16 @@ def test_linear_row_does_not_depend_on_the_batch(kernels: CpuKernels, name: str)
         assert (results[0] == other).all()
 
 
+@pytest.mark.parametrize("factor", [1.0, 45.25])
 @pytest.mark.parametrize("name", [name for name, f in FORMATS.items() if not f.e4m3])
-def test_embedding_reads_the_linear_layout(float_kernels: CpuKernels, name: str) -> None:
+def test_embedding_reads_the_linear_layout(float_kernels: CpuKernels, name: str, factor: float) -> None:
     fmt = FORMATS[name]
     table = random_weight(fmt, 75, 96)
     packed = float_kernels.pack(float_kernels.weight_layout(fmt, 75, 96, False), table)[""]
     ids = np.array([0, 74, 31, 32, 16, 15, 47, 48, 3, 74, 1], "int32")
-    kernel = float_kernels.embedding(EmbeddingSpec(75, 96, fmt, "float32"))
+    kernel = float_kernels.embedding(EmbeddingSpec(75, 96, fmt, "float32", factor))
     y, = run(float_kernels, kernel, {"token_ids": ids, "weight": packed}, {"y": (len(ids), 96)})
-    np.testing.assert_allclose(y, exact(table, fmt)[ids], rtol=3e-6, atol=3e-6)
+    np.testing.assert_allclose(y, exact(table, fmt)[ids] * factor, rtol=3e-6, atol=3e-6 * factor)
 
 
 @pytest.mark.parametrize("size", [64, 576, 77, 1000])

@@ -124,8 +124,8 @@ def test_dequantize_rounds_once(rng, name):
     assert np.all(np.abs(plain.astype(np.float32) - reference) <= np.abs(reference) * 2.0**-8 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["f16", "q4_k", "q8_0"])
-def test_embedding_clamps_bad_ids(rng, name):
+@pytest.mark.parametrize(("name", "factor"), [("f16", 1.0), ("bf16", 45.25), ("q4_k", 45.25), ("q6_k", 3.0), ("q8_0", 1.0)])
+def test_embedding_clamps_bad_ids(rng, name, factor):
     vocab, hidden, ids = 40, 96, np.array([0, 39, 7, 40, -1, 17], np.int32)
     fmt = FORMATS[name]
     if fmt.quantized:
@@ -137,9 +137,9 @@ def test_embedding_clamps_bad_ids(rng, name):
     packed = pack(weight_layout(fmt, vocab, hidden, False), weight)
     buffers = packed if fmt.quantized else {"table": packed[""]}
     y = case.poisoned((len(ids), hidden), "bfloat16")
-    case.emulate(embedding(EmbeddingSpec(vocab, hidden, fmt, "bfloat16")), (len(ids),), 32, ids=ids, **buffers, y=y,
+    case.emulate(embedding(EmbeddingSpec(vocab, hidden, fmt, "bfloat16", factor)), (len(ids),), 32, ids=ids, **buffers, y=y,
                  t=len(ids))
-    expected = plain[np.clip(ids, 0, vocab - 1)]
+    expected = plain[np.clip(ids, 0, vocab - 1)] * np.float32(factor)
     assert np.all(np.abs(y.astype(np.float32) - expected) <= np.abs(expected) * 2.0**-8 + 1e-9)
 
 

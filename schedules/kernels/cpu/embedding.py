@@ -29,11 +29,15 @@ def embedding(spec: EmbeddingSpec) -> Any:
             else:
                 with loop(spec.hidden_size) as k:
                     value = weight[panel, k, half * i64(HALF) + lane]
-                    store(y, to_float(value, float_storage(spec.weight), 1), row, k)
+                    store(y, times(spec, to_float(value, float_storage(spec.weight), 1)), row, k)
 
         rows_loop(t, one)
 
     return build(params, body)
+
+
+def times(spec: EmbeddingSpec, value: Expr) -> Expr:
+    return value if spec.factor == 1 else value * T.float32(spec.factor)
 
 
 def _row_quantized(spec: EmbeddingSpec, weight: Any, y: Any, row: Expr, panel: Expr, half: Expr, lane: Expr) -> None:
@@ -46,8 +50,8 @@ def _row_quantized(spec: EmbeddingSpec, weight: Any, y: Any, row: Expr, panel: E
             dtype = spec.weight.scale_dtype
             return T.bind(to_float(T.reinterpret(dtype, raw), dtype, 1))
 
-        scale = number(record.code_bytes)
-        low = (number(record.code_bytes + record.scale_bytes) if record.has_minimum
+        scale = T.bind(times(spec, number(record.code_bytes)))
+        low = (T.bind(times(spec, number(record.code_bytes + record.scale_bytes))) if record.has_minimum
                else T.bind(scale * T.float32(-record.offset)))
 
         def put(at: int, codes: Expr) -> None:

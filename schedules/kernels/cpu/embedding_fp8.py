@@ -7,6 +7,7 @@ from typing import Any
 from relaxpack.kernel_spec import EmbeddingSpec
 
 from .builder import Expr, T, build, i64, load, loop, rows_loop, store, symbol
+from .embedding import times
 from .layout import PANEL
 from .layout_fp8 import group_columns, weight_layout
 from .linear_fp8 import widen
@@ -27,7 +28,7 @@ def embedding_fp8(spec: EmbeddingSpec) -> Any:
 
             def gather(group: Expr, count: int) -> None:
                 raw = load(weight, panel, group, i64(columns * PANEL) + lane * i64(4), lanes=4)
-                scale = T.bind(T.reinterpret("float32", raw))
+                scale = T.bind(times(spec, T.reinterpret("float32", raw)))
                 with loop(count) as k:
                     value = widen(weight[panel, group, k * i64(PANEL) + lane], 1)
                     store(y, value * scale, row, group * i64(columns) + k)

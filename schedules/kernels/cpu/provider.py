@@ -73,13 +73,14 @@ class CpuKernels:
 
     def embedding(self, spec: EmbeddingSpec) -> Kernel:
         _only_float32("embedding", spec.activation_dtype)
-        name = f"embedding_{spec.weight.name}_{spec.vocab_size}x{spec.hidden_size}"
+        name = f"embedding_{spec.weight.name}_{spec.vocab_size}x{spec.hidden_size}" + (
+            "" if spec.factor == 1 else "_times" + _number(spec.factor))
         make = embedding_fp8 if spec.weight.e4m3 else embedding
         return self._kernel("embedding", spec, name, lambda: make(spec), ("token_ids", "weight"), ("y",))
 
     def norm(self, spec: NormSpec) -> Kernel:
         _only_float32("norm", spec.activation_dtype)
-        name = f"{'add_' if spec.residual else ''}rms_norm_{spec.hidden_size}" + _number(spec.epsilon)
+        name = f"{'add_' if spec.residual else ''}rms_norm_{spec.hidden_size}_eps" + _number(spec.epsilon)
         inputs = ("x", "residual", "weight") if spec.residual else ("x", "weight")
         overwrites = (("residual", "total"), ("x", "y")) if spec.residual else (("x", "y"),)
         return self._kernel("norm", spec, name, lambda: norm(self.isa, spec), inputs,
@@ -140,7 +141,7 @@ class CpuKernels:
 
 
 def _number(value: float) -> str:
-    return "_eps" + f"{value:g}".replace("-", "m").replace(".", "p").replace("+", "")
+    return f"{value:g}".replace("-", "m").replace(".", "p").replace("+", "")
 
 
 def _only_float32(operation: str, *dtypes: str) -> None:

@@ -47,9 +47,9 @@ def value(weight: WeightFormat, codes, first, e, scale, minimum):
     return number * scale + minimum if weight.minimum == "stored" else number * scale
 
 
-def eight_values(weight: WeightFormat, chunks: int, dtype: str):
-    """An inline that writes a lane's 8 values of one row and half chunk to `target[index, :]`."""
-    PACK = pack(dtype)
+def eight_values(weight: WeightFormat, chunks: int, dtype: str, factor: float = 1.0):
+    """An inline that writes a lane's 8 values of one row and half chunk, times `factor`, to `target[index, :]`."""
+    PACK, scaled = pack(dtype), factor != 1
 
     @T.inline
     def run(codes, scales, minimums, word, pair, target, index, strip, chunk, half, lane, row, K):
@@ -62,6 +62,9 @@ def eight_values(weight: WeightFormat, chunks: int, dtype: str):
             pair[0] = T.Cast("float32", scales[at])
             if weight.minimum == "stored":
                 pair[1] = T.Cast("float32", minimums[at])
+            if scaled:
+                pair[0] = pair[0] * T.float32(factor)
+                pair[1] = pair[1] * T.float32(factor)
             for e in T.unroll(4):
                 T.ptx[PACK](word[e], value(weight, codes, first, e * 2 + 1, pair[0], pair[1]),
                             value(weight, codes, first, e * 2, pair[0], pair[1]))
@@ -73,6 +76,9 @@ def eight_values(weight: WeightFormat, chunks: int, dtype: str):
                 pair[0] = T.Cast("float32", scales[at])
                 if weight.minimum == "stored":
                     pair[1] = T.Cast("float32", minimums[at])
+                if scaled:
+                    pair[0] = pair[0] * T.float32(factor)
+                    pair[1] = pair[1] * T.float32(factor)
                 for e in T.unroll(2):
                     T.ptx[PACK](word[e], value(weight, codes, first, d * 4 + e * 2 + 1, pair[0], pair[1]),
                                 value(weight, codes, first, d * 4 + e * 2, pair[0], pair[1]))

@@ -18,11 +18,13 @@ def embedding(spec: EmbeddingSpec, *, name: str = "embedding"):
     """PrimFunc token_ids i32`[t]`, weight buffers → y I`[t, H]`."""
     V, H, dtype, weight = spec.vocab_size, spec.hidden_size, spec.activation_dtype, spec.weight
     assert H % 8 == 0
-    return finish(_packed(V, H, dtype, weight) if weight.quantized else _plain(V, H, dtype, weight.dtype), name)
+    body = (_packed(V, H, dtype, weight, spec.factor) if weight.quantized
+            else _plain(V, H, dtype, weight.dtype, spec.factor))
+    return finish(body, name)
 
 
-def _plain(V: int, H: int, dtype: str, weight_dtype: str):
-    vectors = H // 8
+def _plain(V: int, H: int, dtype: str, weight_dtype: str, factor: float):
+    vectors, scaled = H // 8, factor != 1
     THREADS = min(MAX_THREADS, -(-vectors // 32) * 32)
     PACK = pack(dtype)
 
@@ -41,7 +43,11 @@ def _plain(V: int, H: int, dtype: str, weight_dtype: str):
             k = T.meta_var((i * THREADS + tx) * 8)
             if k < H:
                 T.ptx[LOAD](w[0], w[1], w[2], w[3], table.ptr_to([token, k]))
-                if weight_dtype != dtype:
+                if scaled:
+                    for e in T.unroll(4):
+                        T.ptx[PACK](w[e], high(weight_dtype, w[e]) * T.float32(factor),
+                                    low(weight_dtype, w[e]) * T.float32(factor))
+                elif weight_dtype != dtype:
                     for e in T.unroll(4):
                         T.ptx[PACK](w[e], high(weight_dtype, w[e]), low(weight_dtype, w[e]))
                 T.ptx[STORE4](y.ptr_to([row, k]), w[0], w[1], w[2], w[3])
@@ -49,13 +55,13 @@ def _plain(V: int, H: int, dtype: str, weight_dtype: str):
     return with_handles(3, bind)
 
 
-def _packed(V: int, H: int, dtype: str, weight):
+def _packed(V: int, H: int, dtype: str, weight, factor: float):
     chunks = -(-H // 64)
     words, groups = fragment_sizes(weight, V, H)
     stored = weight.minimum == "stored"
     items = chunks * 8                              # 8 lanes' shares (half, q) of each chunk
     THREADS = min(MAX_THREADS, -(-items // 32) * 32)
-    run = eight_values(weight, chunks, dtype)
+    run = eight_values(weight, chunks, dtype, factor)
 
     @T.inline
     def bind(handles):

@@ -38,6 +38,10 @@ from relaxpack.target import TargetSpec
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
 
 
+def _number(value: float) -> str:
+    return f"{value:g}".replace("-", "m").replace(".", "p").replace("+", "")
+
+
 class CudaKernels:
     """`KernelProvider` for a CUDA target. Equal specs give the very same Kernel. `library_for`: the library that is to
     compute a matmul instead of a kernel of ours (see `library.py`), None for none; by default there is none. `tuned` knows
@@ -65,7 +69,8 @@ class CudaKernels:
         return self._cached(("linear", spec), lambda: self._found("linear", spec) or linear(spec, self.arch))
 
     def embedding(self, spec: EmbeddingSpec) -> Kernel:
-        name = f"embedding_{spec.weight.name}_{spec.vocab_size}x{spec.hidden_size}_{spec.activation_dtype}"
+        name = f"embedding_{spec.weight.name}_{spec.vocab_size}x{spec.hidden_size}_{spec.activation_dtype}" + (
+            "" if spec.factor == 1 else "_times" + _number(spec.factor))
         layout = self.weight_layout(spec.weight, spec.vocab_size, spec.hidden_size, False)
         buffers = tuple("weight" + (f".{suffix}" if suffix else "") for suffix, _, _ in layout.buffers)
         return self._cached(("embedding", spec), lambda: Kernel(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 import relaxpack.tvm_setup  # noqa: F401
+import tvm
 from relaxpack.passes.fuse_unpack_matmul import FuseUnpackMatmul
+from relaxpack.passes.rewrite import placeholder
 from relaxpack.recipe import FromCheckpoint
 from tests.helpers.ir import check_declines, check_pass, named
+from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -219,6 +224,36 @@ def test_embedding():
             return y
 
     check_pass(Before, FuseUnpackMatmul, Expected)
+
+
+def scaled_embedding(factor):
+    builder, t = relax.BlockBuilder(), tvm.tirx.Var("t", "int64")
+    ids, w = relax.Var("ids", relax.TensorType([t], "int32")), relax.Var("w", relax.TensorType([32, 8], "bfloat16"))
+    with builder.function("step", [ids, w], attrs={"num_input": 1}):
+        with builder.dataflow():
+            u = builder.emit(placeholder("relaxpack.unpack", [w, tvm.ir.StringImm("bf16"), relax.prim_value(0)], w.ty))
+            x = builder.emit(relax.op.take(u, ids, axis=0, mode="clip"))
+            y = builder.emit_output(relax.op.multiply(x, relax.const(factor, "bfloat16")))
+        builder.emit_func_output(y)
+    return builder.get()
+
+
+def test_scaled_embedding():
+    """The factor as the constant's dtype rounds it: 55.4 is 55.5 in bfloat16."""
+    builder, t = relax.BlockBuilder(), tvm.tirx.Var("t", "int64")
+    ids, w = relax.Var("ids", relax.TensorType([t], "int32")), relax.Var("w", relax.TensorType([32, 8], "bfloat16"))
+    with builder.function("step", [ids, w], attrs={"num_input": 1}):
+        with builder.dataflow():
+            y = builder.emit_output(placeholder(
+                "relaxpack.embedding", [ids, w, tvm.ir.StringImm("bf16"), relax.prim_value(0), relax.prim_value(55.5)],
+                relax.TensorType([t, 8], "bfloat16")))
+        builder.emit_func_output(y)
+    check_pass(scaled_embedding(55.4), FuseUnpackMatmul, builder.get())
+
+
+def test_declines_a_factor_of_each_column():
+    text = str(FuseUnpackMatmul(scaled_embedding(np.arange(8, dtype=np.float32))))
+    assert "R.multiply" in text and '"relaxpack.embedding"' in text
 
 
 def test_the_unused_sum_of_a_residual_is_no_bias():
