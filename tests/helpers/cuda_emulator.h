@@ -210,11 +210,11 @@ inline void stmatrix4(uint32_t addr, const uint32_t* r) {
 // Two-dimensional TMA: boxes of elements of 2 or 4 bytes, swizzled by the address bits of shared memory, zeros outside.
 struct Map { unsigned char* data; int64_t columns, rows, pitch; int32_t box_columns, box_rows, swizzle, size; };
 // A copy under way: a box of a map, or `x` bytes from `from`.
-struct Tma { const Map* map; int x, y; unsigned char* base; uint32_t offset; Barrier* done; Fiber* storer; const void* from; };
+struct Tma { Map map; int x, y; unsigned char* base; uint32_t offset; Barrier* done; Fiber* storer; const void* from; };
 extern std::deque<Tma> in_flight;
 inline void tma_finish(const Tma& c) {
   if (c.from) { memcpy(c.base + c.offset, c.from, c.x); c.done->bytes -= c.x; mbarrier_settle(*c.done); return; }
-  const Map& m = *c.map;
+  const Map& m = c.map;
   int bits = m.swizzle ? (1 << m.swizzle) - 1 : 0;
   for (int r = 0; r < m.box_rows; ++r) for (int j = 0; j < m.box_columns; ++j) {
     uint32_t a = c.offset + (r * m.box_columns + j) * m.size;
@@ -234,15 +234,15 @@ inline void tma_load(uint32_t dst, const void* map, int x, int y, uint32_t bar, 
   if (dst % 128 || (m->swizzle ? m->box_columns * m->size > 16 << m->swizzle : m->box_columns > 256) || m->pitch % 16) {
     fprintf(stderr, "bad TMA box\n"); abort(); }
   for (int rank = 0; rank < cluster; ++rank) if (mask >> rank & 1)
-    in_flight.push_back({m, x, y, shared_of(rank), dst, (Barrier*)(shared_of(rank) + bar), nullptr});
+    in_flight.push_back({*m, x, y, shared_of(rank), dst, (Barrier*)(shared_of(rank) + bar), nullptr});
 }
 inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
   if (dst % 16 || (uintptr_t)src % 16 || bytes % 16) { fprintf(stderr, "bulk copy not aligned\n"); abort(); }
-  in_flight.push_back({nullptr, (int)bytes, 0, smem, dst, (Barrier*)(smem + bar), nullptr, src});
+  in_flight.push_back({Map(), (int)bytes, 0, smem, dst, (Barrier*)(smem + bar), nullptr, src});
 }
 inline void tma_store(const void* map, int x, int y, uint32_t src) {
   ++cur->stores;
-  in_flight.push_back({(const Map*)map, x, y, smem, src, nullptr, cur});
+  in_flight.push_back({*(const Map*)map, x, y, smem, src, nullptr, cur});
 }
 inline void tma_wait(int left) { while (cur->stores > left) wait(kRun); }
 // distributed shared memory

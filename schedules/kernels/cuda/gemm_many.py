@@ -5,15 +5,15 @@ stmatrix and TMA stores, which clip at the edges, so any t and any N that is a m
 
 With `cluster` 2, two blocks of neighbouring row tiles share the weight tile by TMA multicast. With `split`, where tiles
 alone would not fill the chip, the blocks of a cluster share one tile and cut K: each sends the others their columns of
-its partial sums through distributed shared memory, adds in a fixed order and stores its own columns. With `skew` the
-second warpgroup starts that many stages late, so that one multiplies while the other is in its epilogue.
+its partial sums through distributed shared memory, adds in a fixed order and stores its own columns.
+The residual of a tile travels through the ring behind its last k tile, so that it is there when the sums are.
 """
 
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.common import SHORT, device, linear_func
-from relaxpack.schedules.kernels.cuda.fragments import EXP2, LOG2_E, high, low, pack
+from relaxpack.schedules.kernels.cuda.fragments import EXP2, LDMATRIX, LOG2_E, high, low, pack
 from relaxpack.schedules.kernels.cuda.gemm_few import DESC, SW128, WG_FENCE
 from tvm.script import tirx as T
 
@@ -29,7 +29,7 @@ SHARED_LIMIT = 227 * 1024
 
 
 def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, cluster: int = 1, split: int = 1,
-              skew: int = 0, group_m: int = 8, blocks: int = 132, bias: bool = False, residual: bool = False,
+              group_m: int = 8, blocks: int = 132, bias: bool = False, residual: bool = False,
               glu: str | None = None, dependent_launch: bool = False):
     """Buffers as in gemm_rows. tile_n: columns of a tile, at most 256; group_m: row tiles that are walked together to keep
     their x in L2; blocks: grid size, one block per multiprocessor (with `split` there is a cluster for every tile)."""
@@ -48,11 +48,16 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
     stage_bytes = (BM + BN) * BK * 2
     KT, NT = -(-K // BK), -(-N // BN)
     S = min((SHARED_LIMIT - epilogue_bytes - 2048) // stage_bytes, max(-(-KT // P), 2))
-    skew = 0 if P > 1 else min(skew, S - 2, KT - 1)
     MMA = f"wgmma.mma_async.sync.aligned.m64n{BN}k16.f32.{SHORT[dtype]}.{SHORT[dtype]}"
     PACK = pack(dtype)
     A16, B16 = BM * BK * 2 // 16, BN * BK * 2 // 16  # stage strides in descriptor units
     clustered, full_n, divided = CL > 1, N % BN == 0, P > 1
+    by_ring = residual and tma_store and not divided        # how the residual comes: through the ring, or
+    direct = residual and not by_ring                       # by the threads that add it
+    BOX, BOXES = BM * EB, BO // EB                          # elements of one residual box, boxes of a tile
+    IN_A, IN_STAGE = BM * BK // BOX, BM * BK // BOX + BN * BK // BOX        # boxes that fit the x part of a stage, the stage
+    RT = -(-BOXES // IN_STAGE) if by_ring else 0            # stages that carry the residual
+    words_shape = (ACC_OUT // 2 if divided else 2,)
     staging_shape = (CONSUMERS * 2, 64 * EB) if tma_store else (1, 16)
     parts_shape = ((P - 1) * ACC_OUT // 4 * CONSUMERS * WG * 4,) if divided else (4,)
     assert parts_shape[0] * 4 <= S * stage_bytes
@@ -88,6 +93,10 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
             y_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
             T.call_packed("runtime.cuTensorMapEncodeTiled", y_map, dtype, 2, y.data,
                           OUT, t, OUT * 2, EB, 64, 1, 1, 0, BOX_SWIZZLE[EB], 0, 0)
+        if by_ring:
+            r_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
+            T.call_packed("runtime.cuTensorMapEncodeTiled", r_map, dtype, 2, residual_buffer.data,
+                          OUT, t, OUT * 2, EB, BM, 1, 1, 0, BOX_SWIZZLE[EB], 2, 0)
         with device():
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
             m_tiles = T.meta_var(T.Cast("int32", T.ceildiv(t, BM * CL)))        # row tiles of one cluster
@@ -167,6 +176,23 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                     else:
                         T.ptx[TMA_LOAD](Bs.ptr_to([slot, 0]), T.address_of(w_map), kt * BK, tn * BN, full.ptr_to([slot]))
 
+                @T.inline
+                def load_residual():
+                    for r in T.unroll(RT):
+                        T.cuda.mbarrier_wait(empty.ptr_to([stage]), phase ^ 1)
+                        T.ptx.mbarrier.arrive.expect_tx.shared.b64(
+                            full.ptr_to([stage]), T.Cast("uint32", T.min(BOXES - r * IN_STAGE, IN_STAGE) * (BOX * 2)))
+                        for m in T.unroll(IN_STAGE):
+                            column = T.meta_var(tn * TO + (r * IN_STAGE + m) * EB)
+                            if r * IN_STAGE + m < BOXES:
+                                if m < IN_A:
+                                    T.ptx[TMA_LOAD](As.ptr_to([stage, m * BOX]), T.address_of(r_map), column, tm * BM,
+                                                    full.ptr_to([stage]))
+                                else:
+                                    T.ptx[TMA_LOAD](Bs.ptr_to([stage, (m - IN_A) * BOX]), T.address_of(r_map), column,
+                                                    tm * BM, full.ptr_to([stage]))
+                        advance()
+
                 if tx == CONSUMERS * WG:
                     if dependent_launch:
                         if tile < total:    # weights do not depend on the kernel before
@@ -188,6 +214,8 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                                 load_weights(stage, start + kt)
                                 load_x(stage, start + kt)
                             advance()
+                        if by_ring:
+                            load_residual()
                         tile = tile + step
                 if divided:
                     for _ in T.unroll(2):
@@ -198,6 +226,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                 c = T.alloc_buffer((ACC,), "float32", scope="local")
                 extra = T.alloc_buffer((4,), "float32", scope="local")
                 word = T.alloc_buffer((4,), "uint32", scope="local")
+                words = T.alloc_buffer(words_shape, "uint32", scope="local")
                 wg = T.meta_var(wid // 4)
                 lane = T.meta_var(tx % 32)
                 first_column = T.meta_var(tn * TO + part * BO)
@@ -222,34 +251,6 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                         T.ptx.mbarrier.arrive.shared.b64(empty.ptr_to([slot]), pred=T.And(condition, lane == 0))
 
                 @T.inline
-                def exchange():
-                    """Columns of this block, summed over the cluster, in c[0 .. ACC_OUT - 1]."""
-                    T.ptx[ARRIVE]()         # every block of the cluster is done with its ring
-                    T.ptx[WAIT]()
-                    for p in T.unroll(P):
-                        T.ptx["mapa.shared::cluster.u32"](peer, T.cuda.cvta_generic_to_shared(parts.ptr_to([0])),
-                                                          T.uint32(p))
-                        if part != p:
-                            for i in T.unroll(ACC_OUT // 4):
-                                o = T.meta_var(p * ACC_OUT + i * 4)
-                                slot = T.meta_var((part - T.if_then_else(part > p, 1, 0)) * (ACC_OUT // 4) + i)
-                                T.ptx["st.shared::cluster.v4.f32"](
-                                    peer + T.Cast("uint32", (slot * CONSUMERS * WG + tx) * 16),
-                                    c[o], c[o + 1], c[o + 2], c[o + 3])
-                    T.ptx[ARRIVE]()
-                    T.ptx[WAIT]()
-                    for p in T.unroll(1, P):
-                        if part == p:
-                            for i in T.unroll(ACC_OUT):
-                                c[i] = c[p * ACC_OUT + i]
-                    for i in T.unroll((P - 1) * ACC_OUT // 4):
-                        o = T.meta_var(i * 4 % ACC_OUT)
-                        T.ptx["ld.shared.v4.f32"](extra[0], extra[1], extra[2], extra[3],
-                                                  parts.ptr_to([(i * CONSUMERS * WG + tx) * 4]))
-                        for e in T.unroll(4):
-                            c[o + e] = c[o + e] + extra[e]
-
-                @T.inline
                 def add_bias():
                     for i in T.unroll(ACC_OUT // 4):
                         n = T.meta_var(tn * BN + part * WIDTH + i * 8 + lane % 4 * 2)
@@ -272,17 +273,72 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                                 c[i * 4 + h * 2 + e] = c[o + e] * c[o + 4 + e] * (extra[2] * extra[1 - e])
 
                 @T.inline
-                def add_residual(begin, end):
-                    """Columns 8 * begin to 8 * end of the output tile. Box by box: loads in flight cost registers."""
+                def add_residual_of_ring():
+                    for r in T.unroll(RT):
+                        T.cuda.mbarrier_wait(full.ptr_to([stage]), phase)
+                        for m in T.unroll(IN_STAGE):
+                            if r * IN_STAGE + m < BOXES:
+                                for j in T.unroll(EB // 16):
+                                    at = T.meta_var((wid * 16 + lane % 16) * EB + swizzle(j * 2 + lane // 16, lane) * 8)
+                                    o = T.meta_var((r * IN_STAGE + m) * (EB // 2) + j * 8)
+                                    if m < IN_A:
+                                        T.ptx[LDMATRIX](word[0], word[1], word[2], word[3],
+                                                        As.ptr_to([stage, m * BOX + at]))
+                                    else:
+                                        T.ptx[LDMATRIX](word[0], word[1], word[2], word[3],
+                                                        Bs.ptr_to([stage, (m - IN_A) * BOX + at]))
+                                    for e in T.unroll(4):
+                                        c[o + e * 2] = c[o + e * 2] + low(dtype, word[e])
+                                        c[o + e * 2 + 1] = c[o + e * 2 + 1] + high(dtype, word[e])
+                        release(stage, T.bool(True))
+                        advance()
+
+                @T.inline
+                def fetch_residual(i, at):
+                    """8 columns from 8 * i of this block's part of the tile, to two `words`."""
                     for h in T.unroll(2):
                         row = T.meta_var(tm * BM + wid * 16 + lane // 4 + h * 8)
-                        if row < rows:
-                            for i in T.unroll(begin, end):
-                                n = T.meta_var(first_column + i * 8 + lane % 4 * 2)
-                                if T.bool(True) if full_n else n < OUT:
-                                    T.ptx["ld.global.b32"](word[0], residual_buffer.ptr_to([row, n]))
-                                    c[i * 4 + h * 2] = c[i * 4 + h * 2] + low(dtype, word[0])
-                                    c[i * 4 + h * 2 + 1] = c[i * 4 + h * 2 + 1] + high(dtype, word[0])
+                        n = T.meta_var(first_column + i * 8 + lane % 4 * 2)
+                        if T.And(row < rows, n < OUT):
+                            T.ptx["ld.global.b32"](words[at + h], residual_buffer.ptr_to([row, n]))
+
+                @T.inline
+                def add_fetched(i, at):
+                    for h in T.unroll(2):
+                        o = T.meta_var(i * 4 + h * 2)
+                        c[o] = c[o] + low(dtype, words[at + h])
+                        c[o + 1] = c[o + 1] + high(dtype, words[at + h])
+
+                @T.inline
+                def exchange():
+                    """Columns of this block, summed over the cluster, in c[0 .. ACC_OUT - 1]."""
+                    T.ptx[ARRIVE]()         # every block of the cluster is done with its ring
+                    T.ptx[WAIT]()
+                    for p in T.unroll(P):
+                        T.ptx["mapa.shared::cluster.u32"](peer, T.cuda.cvta_generic_to_shared(parts.ptr_to([0])),
+                                                          T.uint32(p))
+                        if part != p:
+                            for i in T.unroll(ACC_OUT // 4):
+                                o = T.meta_var(p * ACC_OUT + i * 4)
+                                slot = T.meta_var((part - T.if_then_else(part > p, 1, 0)) * (ACC_OUT // 4) + i)
+                                T.ptx["st.shared::cluster.v4.f32"](
+                                    peer + T.Cast("uint32", (slot * CONSUMERS * WG + tx) * 16),
+                                    c[o], c[o + 1], c[o + 2], c[o + 3])
+                    for p in T.unroll(1, P):
+                        if part == p:
+                            for i in T.unroll(ACC_OUT):
+                                c[i] = c[p * ACC_OUT + i]
+                    if direct:
+                        for i in T.unroll(BO // 8):
+                            fetch_residual(i, i * 2)
+                    T.ptx[ARRIVE]()
+                    T.ptx[WAIT]()
+                    for i in T.unroll((P - 1) * ACC_OUT // 4):
+                        o = T.meta_var(i * 4 % ACC_OUT)
+                        T.ptx["ld.shared.v4.f32"](extra[0], extra[1], extra[2], extra[3],
+                                                  parts.ptr_to([(i * CONSUMERS * WG + tx) * 4]))
+                        for e in T.unroll(4):
+                            c[o + e] = c[o + e] + extra[e]
 
                 @T.inline
                 def store_boxes():
@@ -291,8 +347,6 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                         if tx % WG == 0:
                             T.ptx["cp.async.bulk.wait_group.read"](T.min(b, 1))
                         T.ptx["bar.sync"](T.Cast("uint32", wg + 1), T.uint32(WG))
-                        if residual:
-                            add_residual(b * (EB // 8), b * (EB // 8) + EB // 8)
                         for j in T.unroll(EB // 16):
                             row = T.meta_var(wid % 4 * 16 + lane % 16)
                             chunk = T.meta_var(swizzle(j * 2 + lane // 16, lane))
@@ -320,9 +374,6 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
 
                 if dependent_launch:
                     T.ptx["griddepcontrol.wait"]()
-                if skew > 0:
-                    if T.And(wg == 1, tile < total):
-                        T.ptx["bar.sync"](T.uint32(3), T.uint32(CONSUMERS * WG))
                 while tile < total:
                     locate()
                     for i in T.unroll(ACC):
@@ -332,9 +383,6 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                     previous = stage
                     for kt in T.serial(count):
                         T.cuda.mbarrier_wait(full.ptr_to([stage]), phase)
-                        if skew > 0:
-                            if T.And(kt == skew, T.And(wg == 0, tile == ids[0])):
-                                T.ptx["bar.arrive"](T.uint32(3), T.uint32(CONSUMERS * WG))
                         T.ptx.wgmma.fence.sync.aligned()
                         for k in T.unroll(BK // 16):
                             T.ptx[MMA](*accumulators(c),
@@ -356,11 +404,16 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                         add_bias()
                     if gated:
                         multiply_gate()
+                    if by_ring:
+                        add_residual_of_ring()
+                    if direct:
+                        for i in T.unroll(BO // 8):
+                            if not divided:
+                                fetch_residual(i, 0)
+                            add_fetched(i, i * 2 if divided else 0)
                     if tma_store:
                         store_boxes()
                     else:
-                        if residual:
-                            add_residual(0, BO // 8)
                         store_direct()
                     tile = tile + step
                 if tma_store:
