@@ -434,7 +434,7 @@ def main() -> int:
     parser.add_argument("groups", nargs="*")
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--limit", type=int, default=150, help="seconds per group")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.command == "build":
         build(options.folder, options.groups)
         return 0

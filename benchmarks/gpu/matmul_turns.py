@@ -5,7 +5,8 @@
 
 An item is one matmul of one model at one number of rows. Every kernel is first compared with float64 (poisoned output, an
 odd number of rows) and, at the rows it is timed at, with cuBLAS. Times are medians of rounds in which every candidate of
-the item replays its graph once, over rotated weights. The items run in a child that writes its results after each; one
+the item replays its graph once, over rotated weights; each round begins with another candidate, because the first of a
+round finds the coolest chip. The items run in a child that writes its results after each; one
 that hangs or dies is restarted without the kernel it was at. `prelude` tells how many clusters of each size fit the GPU.
 """
 
@@ -26,67 +27,35 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.matmul_variants import LINEARS, MULTIPROCESSORS, variant
+from benchmarks.gpu.matmul_variants import LINEARS, variant
 
-MANY_ROWS = (128, 256, 512, 1024, 2048, 4096, 8192)
 CHECK_ROWS = 200
-WIDTHS = (64, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256)
-COST = {64: 1.32, 96: 1.2, 128: 1.08, 144: 1.06, 160: 1.05, 176: 1.04, 192: 1.03}       # against as wide a part of 256
-CLUSTERS = {1: 132, 2: 66, 3: 42, 4: 32, 6: 20, 8: 16}      # a guess that lets all candidates in
 DEFAULTS = {"split": 1, "cluster": 1, "skew": 0}            # of gemm_many and gemm_few: not said in names
 STUCK = 25.0                                                # seconds without progress
 
 
 # ---- candidates ----
 
-def many_candidates(n: int, k: int, rows: int) -> list[tuple[float, int, int]]:
-    """(estimate, columns of a tile, split), the best width for every split, best first."""
-    found = []
-    for split, clusters in CLUSTERS.items():
-        if split > 1 and k // 64 // split < 4:
-            continue
-        estimates = []
-        for width in WIDTHS:
-            if width % (16 * split) == 0:
-                waves = -(-(-(-rows // 128) * -(-n // width)) // clusters)
-                product = width * COST.get(width, 1.0) * k / 64 / split / 256
-                estimates.append((waves * (product + 1 + 2 * (split > 1)), width))
-        if estimates:
-            found.append((*min(estimates), split))
-            if split == 1:
-                found.append((*sorted(estimates)[1], split))
-    return sorted(found)
-
-
 def candidates(linear: str, rows: int) -> Iterator[dict[str, Any]]:
-    """Families and options for one item, without its epilogue."""
-    from relaxpack.schedules.kernels.cuda.linear import hopper_plan
+    """What the rule takes first, then the width and split that its estimate puts next if they are close, longer walks for
+    many rows, and for few rows the other number of pieces of K."""
+    from relaxpack.schedules.kernels.cuda.linear import TILE_WIDTHS, hopper_plan, many_estimate
 
     n, k, _ = LINEARS[linear]
-    ranked = [one for one in many_candidates(n, k, rows) if one[0] < 1.35 * many_candidates(n, k, rows)[0][0]]
-    if rows <= 1024:
-        family, options = hopper_plan(n, k, rows, False)
-        yield {"family": family.removeprefix("gemm_"), **options}
-    if rows <= 256:
-        for columns in (64, 128):
-            strips = -(-n // 128) * -(-rows // columns)
-            splits = [s for s in (1, 2, 3) if 48 <= strips * s <= MULTIPROCESSORS and k // 64 // s >= 4]
-            for split in splits[-1:]:
-                yield {"family": "few", "columns": columns, "consumers": 2, "split": split, "share": 1, "blocks_per_sm": 1}
-    if rows <= 1024:
-        for _, width, split in ranked[:5 if rows <= 256 else 4]:
-            yield {"family": "many", "tile_n": width, "split": split}
-    single = [width for _, width, split in ranked if split == 1]
-    if rows >= 1024:
-        for skew in (0, 1):
-            yield {"family": "many", "tile_n": single[0], "skew": skew}
-            yield {"family": "many", "tile_n": single[0], "skew": skew, "cluster": 2}
-        if single[0] <= 192:
-            yield {"family": "many", "tile_n": single[0], "skew": 2}
-        for width in single[1:2]:
-            yield {"family": "many", "tile_n": width, "skew": 1}
-        if rows >= 4096:
-            yield {"family": "many", "tile_n": single[0], "skew": 1, "group_m": 16}
+    family, options = hopper_plan(n, k, rows, False)
+    yield {"family": family.removeprefix("gemm_"), **options}
+    if rows < 128:
+        if options["split"] > 1:
+            yield {"family": "few", **options, "split": options["split"] - 1}
+        return
+    ranked = sorted((many_estimate(n, k, rows, width, split), width, split)
+                    for width in TILE_WIDTHS for split in (1, 2, 3, 4)
+                    if width % (16 * split) == 0 and k // 64 // split >= 4)
+    others = [{"family": "many", "tile_n": width, "split": split} for estimate, width, split in ranked[:4]
+              if estimate < 1.1 * ranked[0][0]]
+    yield from (one for one in others[:2] if rows <= 1024)
+    if family == "gemm_many" and rows >= 2048:
+        yield {"family": "many", **options, "group_m": 16}
 
 
 def epilogue_candidates(linear: str, rows: int) -> Iterator[dict[str, Any]]:
@@ -94,27 +63,21 @@ def epilogue_candidates(linear: str, rows: int) -> Iterator[dict[str, Any]]:
 
     n, k, swiglu = LINEARS[linear]
     flag = {"swiglu": True} if swiglu else {"residual": True}
-    ranked = [one for one in many_candidates(n, k, rows) if not swiglu or one[1] % (32 * one[2]) == 0]
-    if rows >= 1024:
-        for skew in (0, 1, 2) if swiglu else (0, 1):
-            yield {"family": "many", "tile_n": 256, "skew": skew, **flag}
-        if ranked[0][1] != 256:
-            yield {"family": "many", "tile_n": ranked[0][1], "skew": 1, **flag}
-    else:
-        family, options = hopper_plan(n, k, rows, swiglu)
-        yield {"family": family.removeprefix("gemm_"), **options, **flag}
-        for _, width, split in ranked[:2]:
-            yield {"family": "many", "tile_n": width, "split": split, **flag}
+    family, options = hopper_plan(n, k, rows, swiglu)
+    yield {"family": family.removeprefix("gemm_"), **options, **flag}
+    if rows >= 2048:
+        yield {"family": "many", **options, **flag, "group_m": 16}
 
 
 def items() -> list[dict[str, Any]]:
-    """In the order of their worth: the wanted rows of the shapes that are behind first."""
+    """One matmul's items together: its weights are made once."""
     found = []
     linears = [name for name in LINEARS if not name.endswith("head")]
-    for rows in (512, 128, 2048, 256, 1024, 4096, 8192):
-        for linear in sorted(linears, key=lambda name: (name.split(".")[1] not in ("down", "o"), name)):
+    for linear in linears:
+        few = (16, 64) if linear.startswith("7b") and not LINEARS[linear][2] else ()
+        for rows in (*few, 128, 256, 512, 1024, 2048, 4096, 8192):
             found.append({"linear": linear, "rows": rows, "extra": "", "options": list(candidates(linear, rows))})
-            if rows in (128, 512, 2048, 4096) and (LINEARS[linear][2] or linear in ("8b.o", "8b.down")):
+            if rows in (128, 512, 2048, 4096) and linear.split(".")[1] != "qkv":
                 found.append({"linear": linear, "rows": rows, "extra": "epilogue",
                               "options": list(epilogue_candidates(linear, rows))})
     for item in found:
@@ -284,11 +247,12 @@ class Turns:
         at("cublas")
         for name, calls in self.library(item, x, used).items():
             replays[name] = self.bench.captured(calls)
-        rounds, times = 5 if rows >= 4096 else 9, {name: [] for name in replays}
+        names, times = list(replays), {name: [] for name in replays}
+        rounds = -(-(6 if rows >= 4096 else 9) // len(names)) * len(names)
         for replay in replays.values():
             replay()
         for turn in range(rounds):
-            for name in list(replays)[::1 if turn % 2 else -1]:
+            for name in names[turn % len(names):] + names[:turn % len(names)]:
                 times[name].append(replays[name]())
         return {"linear": linear, "rows": rows, "extra": item["extra"], "errors": errors,
                 "us": {name: sorted(values)[len(values) // 2] for name, values in times.items()}}
@@ -344,9 +308,7 @@ def child(folder: Path, out: Path, deadline: float) -> int:
     result.setdefault("ceilings", turns.bench.ceilings())
     result["device"] = turns.torch.cuda.get_device_name()
     done = {(one["linear"], one["rows"], one["extra"]) for one in result["items"]}
-    # One matmul's items together: its weights are made once.
-    order = sorted(index["items"], key=lambda item: list(LINEARS).index(item["linear"]))
-    for item in order if result.get("by_linear", True) else index["items"]:
+    for item in index["items"]:
         if (item["linear"], item["rows"], item["extra"]) in done:
             continue
         if time.time() > deadline:

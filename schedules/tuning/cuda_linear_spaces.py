@@ -124,7 +124,7 @@ def _few_tilings(n: int, k: int, rows: int) -> Iterator[Choice]:
 
 def _many_tilings(spec: LinearSpec) -> Iterator[Choice]:
     """Only widths whose waves over the chip are not much worse than the best one's. K is split where tiles alone leave much
-    of the chip without work; clusters that share a tile and longer walks are for many rows. What
+    of the chip without work; clusters that share a tile, warpgroups out of step and longer walks are for many rows. What
     the kernel does by default is left out, as the rule's choices leave it."""
     assert spec.max_rows is not None
     n, rows = spec.out_features, spec.max_rows
@@ -144,8 +144,10 @@ def _many_tilings(spec: LinearSpec) -> Iterator[Choice]:
             continue
         many = rows >= 1024 and "split" not in choice
         for cluster in (1, 2) if many else (1,):
-            for group in (8, 16) if many and rows >= 2048 else (8,):
-                yield {"family": "gemm_many", **choice, "cluster": cluster, **({"group_m": group} if group != 8 else {})}
+            for skew in (0, 1) if many else (0,):
+                for group in (8, 16) if many and rows >= 2048 else (8,):
+                    yield {"family": "gemm_many", **choice, "cluster": cluster, **({"skew": skew} if skew else {}),
+                           **({"group_m": group} if group != 8 else {})}
 
 
 def _quantized(spec: LinearSpec) -> Iterator[Choice]:

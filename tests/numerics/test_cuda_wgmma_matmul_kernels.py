@@ -34,11 +34,11 @@ def check(rng, make, blocks, threads, cluster, n, k, t, dtype, out_dtype, option
 
 @pytest.mark.parametrize(("n", "k", "t", "dtype", "out_dtype", "options"), [
     (136, 200, 70, "bfloat16", "bfloat16", {"tile_n": 64, "blocks": 2}),                            # more tiles than blocks
-    (72, 584, 130, "float16", "float16", {"tile_n": 32, "blocks": 1, "residual": True}),
+    (72, 584, 130, "float16", "float16", {"tile_n": 32, "blocks": 1, "skew": 2, "residual": True}),
     (160, 640, 70, "bfloat16", "bfloat16",
-     {"tile_n": 96, "blocks": 1, "glu": "swiglu", "bias": True, "residual": True, "dependent_launch": True}),
+     {"tile_n": 96, "blocks": 1, "skew": 1, "glu": "swiglu", "bias": True, "residual": True, "dependent_launch": True}),
     (80, 200, 200, "bfloat16", "float32", {"tile_n": 48, "blocks": 2, "cluster": 2, "bias": True}),
-    (264, 136, 140, "bfloat16", "bfloat16", {"tile_n": 256, "blocks": 1, "residual": True}),        # a residual of two stages
+    (264, 136, 140, "bfloat16", "bfloat16", {"tile_n": 256, "blocks": 1, "residual": True}),    # a residual of two stages
     (232, 136, 140, "float16", "float16",
      {"tile_n": 224, "blocks": 2, "cluster": 2, "residual": True, "dependent_launch": True}),
     (72, 200, 70, "bfloat16", "float32", {"tile_n": 64, "blocks": 1, "residual": True}),

@@ -5,7 +5,8 @@ stmatrix and TMA stores, which clip at the edges, so any t and any N that is a m
 
 With `cluster` 2, two blocks of neighbouring row tiles share the weight tile by TMA multicast. With `split`, where tiles
 alone would not fill the chip, the blocks of a cluster share one tile and cut K: each sends the others their columns of
-its partial sums through distributed shared memory, adds in a fixed order and stores its own columns.
+its partial sums through distributed shared memory, adds in a fixed order and stores its own columns. With `skew` the
+second warpgroup starts that many stages late, so that one multiplies while the other is in its epilogue.
 The residual of a tile travels through the ring behind its last k tile, so that it is there when the sums are.
 """
 
@@ -29,7 +30,7 @@ SHARED_LIMIT = 227 * 1024
 
 
 def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, cluster: int = 1, split: int = 1,
-              group_m: int = 8, blocks: int = 132, bias: bool = False, residual: bool = False,
+              skew: int = 0, group_m: int = 8, blocks: int = 132, bias: bool = False, residual: bool = False,
               glu: str | None = None, dependent_launch: bool = False):
     """Buffers as in gemm_rows. tile_n: columns of a tile, at most 256; group_m: row tiles that are walked together to keep
     their x in L2; blocks: grid size, one block per multiprocessor (with `split` there is a cluster for every tile)."""
@@ -51,6 +52,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
     MMA = f"wgmma.mma_async.sync.aligned.m64n{BN}k16.f32.{SHORT[dtype]}.{SHORT[dtype]}"
     PACK = pack(dtype)
     A16, B16 = BM * BK * 2 // 16, BN * BK * 2 // 16  # stage strides in descriptor units
+    skew = 0 if P > 1 else min(skew, S - 2, KT - 1)
     clustered, full_n, divided = CL > 1, N % BN == 0, P > 1
     by_ring = residual and tma_store and not divided        # how the residual comes: through the ring, or
     direct = residual and not by_ring                       # by the threads that add it
@@ -374,6 +376,9 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
 
                 if dependent_launch:
                     T.ptx["griddepcontrol.wait"]()
+                if skew > 0:
+                    if T.And(wg == 1, tile < total):
+                        T.ptx["bar.sync"](T.uint32(3), T.uint32(CONSUMERS * WG))
                 while tile < total:
                     locate()
                     for i in T.unroll(ACC):
@@ -383,6 +388,9 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                     previous = stage
                     for kt in T.serial(count):
                         T.cuda.mbarrier_wait(full.ptr_to([stage]), phase)
+                        if skew > 0:
+                            if T.And(kt == skew, T.And(wg == 0, tile == ids[0])):
+                                T.ptx["bar.arrive"](T.uint32(3), T.uint32(CONSUMERS * WG))
                         T.ptx.wgmma.fence.sync.aligned()
                         for k in T.unroll(BK // 16):
                             T.ptx[MMA](*accumulators(c),
