@@ -16,7 +16,7 @@ import numpy as np
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.manifest import TargetEntry
 from relaxpack.dist.params import TensorRegion
-from relaxpack.errors import EnvironmentProblem
+from relaxpack.errors import BundleError, EnvironmentProblem
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime.executor import HostExecutor
 from relaxpack.runtime.model_runner import CpuModelRunner
@@ -122,6 +122,9 @@ def load_runner(bundle: Bundle, kind: str | None = None, num_pages: int | None =
                 progress: Progress = _silent, report: LoadReport | None = None) -> CpuModelRunner | CudaModelRunner:
     """The runner of the bundle's best target for this machine, of one `kind` ("cpu", "cuda") if given."""
     entry = bundle.select_target(kind=kind)
+    if entry.target.kind == "cuda" and "decode" in entry.functions and "top_logprobs" not in entry.functions:
+        raise BundleError(f"{bundle.location} was built for {entry.target.name} by an older relaxpack, whose steps "
+                          "sample in another way: build it again")
     params = bundle.open_params(entry)
     # A GPU's parameters are read where they lie; a CPU's are mapped and stay there.
     parameters: list[TensorRegion | np.ndarray] = [

@@ -71,7 +71,8 @@ def write(stem: Path, out: Path) -> Manifest:
                 size += array.nbytes
                 params.add(p["name"], {"": array})
         entry = TargetEntry(target, f"lib/{target.file_stem}.so", target.file_stem,
-                            tuple(p["name"] for p in description["parameters"]), ("prefill", "decode", "sample"), {},
+                            tuple(p["name"] for p in description["parameters"]),
+                            ("prefill", "decode", "sample", "top_logprobs"), {},
                             {name: tuple(sizes) for name, sizes in description["buckets"].items()},
                             {**description["memory"], "weight_bytes": size}, activation_dtype=info.activation_dtype,
                             kv_dtype=info.kv_dtype)

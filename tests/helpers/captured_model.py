@@ -147,7 +147,10 @@ def runner(model: CapturedModel, graphs: bool = True, parameters: list[Any] | No
                            functions=model.functions, **options), log
 
 
-def write_bundle(model: CapturedModel, path: Path) -> Manifest:
+FUNCTIONS = ("prefill", "decode", "sample", "top_logprobs")
+
+
+def write_bundle(model: CapturedModel, path: Path, functions: tuple[str, ...] = FUNCTIONS) -> Manifest:
     """A bundle as a build for `cuda:sm_90a` makes it, but for its code, which is this CPU's."""
     target = TargetSpec("cuda", "sm_90a")
     explanation = {"memory_plan": json.loads(str(model.final.attrs[PLAN]))}
@@ -163,9 +166,8 @@ def write_bundle(model: CapturedModel, path: Path) -> Manifest:
         with writer.params(target.file_stem) as params:
             for name, tensor in zip(model.names, model.parameters, strict=True):
                 params.add(name, {"": tensor.numpy()})
-        entry = TargetEntry(target, f"lib/{target.file_stem}.so", target.file_stem, tuple(model.names),
-                            ("prefill", "decode", "sample", "top_logprobs"), {}, model.buckets, memory,
-                            activation_dtype="float32", kv_dtype="float32")
+        entry = TargetEntry(target, f"lib/{target.file_stem}.so", target.file_stem, tuple(model.names), functions,
+                            {}, model.buckets, memory, activation_dtype="float32", kv_dtype="float32")
         summary = WeightsSummary({"f32": memory["weight_bytes"]})
         return writer.finish(Manifest("test", "0" * 64, model.info, summary, (entry,), {}, {"name": "captured"}, {}))
 

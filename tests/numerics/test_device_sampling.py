@@ -8,18 +8,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from relaxpack.dist.bundle import Bundle
+from relaxpack.errors import BundleError
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.runtime.device_counts import DeviceCounts
 from relaxpack.runtime.engine import Engine
+from relaxpack.runtime.load import load_runner
 from relaxpack.runtime.request import Request
 from relaxpack.runtime.sampler import NOTHING_ALLOWED, SamplingState
 from relaxpack.runtime.sampling_params import SamplingParams
 from tests.helpers import sampling_requests
-from tests.helpers.captured_model import CapturedModel, build, host_memory, runner
+from tests.helpers.captured_model import CapturedModel, as_gpu, build, host_memory, runner, write_bundle
 from tests.helpers.sampling_requests import GREEDY, PENALTIES, check_counts, check_greedy
 
 LIMITS = BuildLimits(64, max_batch=6, prefill_chunk=48, page_size=4)
@@ -186,3 +190,11 @@ def test_a_ban_that_ends_is_written_once(model: CapturedModel) -> None:
         counts.rows([state], ahead=1)
         state.token_ids.append(5)
     assert [write[1:] for write in memory.writes] == [(0, 50 + 512), (50 + 2, 1)]
+
+
+def test_a_bundle_of_an_older_sampler_is_refused(model: CapturedModel, tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    as_gpu(monkeypatch)
+    write_bundle(model, tmp_path / "old.bundle", ("prefill", "decode", "sample"))
+    with pytest.raises(BundleError, match=r"old\.bundle was built for cuda:sm_90a by an older relaxpack.*build it again"):
+        load_runner(Bundle.open(tmp_path / "old.bundle"), "cuda")
