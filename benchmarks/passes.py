@@ -50,8 +50,8 @@ class Measured:
 
 # The optional passes in the order in which they run.
 ORDER = ("ShareRopeTable", "FoldConstant", "EliminateCommonSubexpr", "SelectRowsEarly", "FoldScales",
-         "CombineParallelMatmul", "FuseEpilogues", "FuseAddNorm", "FuseRopeAppendAttention", "FuseOps", "PlanMemory",
-         "RewriteCUDAGraph")
+         "CombineParallelMatmul", "FuseEpilogues", "FuseAddNorm", "FuseNormLinear", "FuseRopeAppendAttention", "FuseOps",
+         "PlanMemory", "RewriteCUDAGraph")
 assert sorted(ORDER) == sorted(OPTIONAL)
 provider_for = functools.cache(lambda target: kernel_provider(parse_target(target)))     # kernels are made once
 

@@ -15,17 +15,18 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import (
     AttentionSpec,
     EmbeddingSpec,
     Kernel,
     KernelProvider,
-    LinearSpec,
     NormSpec,
     SamplingSpec,
     Stage,
 )
 from relaxpack.passes.fuse_head_sample import specs
+from relaxpack.passes.linear_call import outputs_of, phase_of, read_linear
 from relaxpack.passes.memory_plan import OVERWRITES
 from relaxpack.passes.rewrite import FunctionRewriter, operands_of, placeholder_name
 from relaxpack.passes.step_table import OPERATIONS
@@ -33,7 +34,6 @@ from relaxpack.placeholders import (
     ADD_RMS_NORM,
     DECODE_ATTENTION,
     EMBEDDING,
-    GLU,
     HEAD_SAMPLE,
     LINEAR,
     PREFILL_ATTENTION,
@@ -72,7 +72,7 @@ class _Rewriter(FunctionRewriter):
             return None
         operands = [self.new(operand) for operand in operands_of(call)]
         if name.startswith(LINEAR):
-            return self._linear(name, call, operands)
+            return self._linear(call, operands)
         if name == EMBEDDING:
             return self._embedding(call, operands)
         if name in (RMS_NORM, ADD_RMS_NORM):
@@ -89,25 +89,17 @@ class _Rewriter(FunctionRewriter):
 
     # -- one method per operation: operands → spec and named buffers --------------------------------------------
 
-    def _linear(self, name: str, call: Any, operands: list[Any]) -> Any:
-        flags = name.removeprefix(LINEAR).split("+")[1:]
-        x, *rest, fmt, _ = operands
-        residual = rest.pop() if "residual" in flags else None
-        bias = rest.pop() if "bias" in flags else None
-        glu = next((flag for flag in flags if flag in GLU), None)
-        out_features = int(call.ty.shape[-1])
-        weight, k = FORMATS[str(fmt.value)], int(x.ty.shape[-1])
-        n = out_features * (2 if glu else 1)
-        spec = LinearSpec(n, k, weight, self._phase(x), str(x.ty.dtype), str(call.ty.dtype),
-                          bias=bias is not None, residual=residual is not None, glu=glu,
-                          max_rows=_constant(x.ty.shape[0]))
-        buffers = {"x": x, **self._weight_buffers(weight, n, k, glu is not None, rest)}
-        if bias is not None:
-            buffers["bias"] = bias
-        if residual is not None:
-            buffers["residual"] = residual
-        facts = {"operation": "linear", "n": n, "k": k, "format": weight.name}
-        return self._call(self.provider.linear(spec), buffers, {"y": call.ty}, facts)
+    def _linear(self, call: Any, operands: list[Any]) -> Any:
+        read = read_linear(call, operands, phase_of(self.function_name, operands[0]))
+        spec = read.spec
+        buffers = read.named | self._weight_buffers(spec.weight, spec.out_features, spec.in_features, spec.gated,
+                                                    read.weight)
+        facts = {"operation": "linear", "n": spec.out_features, "k": spec.in_features, "format": spec.weight.name}
+        kernel = self.provider.linear(spec)
+        if ignored := buffers.keys() - {name for stage in kernel.stages for name in stage.inputs}:
+            raise CompileError(f"kernel {kernel.stages[-1].name} ignores {', '.join(sorted(ignored))} of {spec}: a bug in "
+                               "the kernels of this target")
+        return self._call(kernel, buffers, outputs_of(call), facts)
 
     def _embedding(self, call: Any, operands: list[Any]) -> Any:
         scaled = isinstance(operands[-1], tvm.tirx.FloatImm)
@@ -179,10 +171,6 @@ class _Rewriter(FunctionRewriter):
 
     # -- plumbing -------------------------------------------------------------------------------------------------
 
-    def _phase(self, x: Any) -> str:
-        rows = x.ty.shape[0]
-        return "prefill" if self.function_name in ("prefill", "embed") and getattr(rows, "name", "") == "t" else "decode"
-
     def _vocab_size(self, call: Any) -> int:
         table = self.recipes[operands_of(call)[1].name]
         return table.out_features  # type: ignore[union-attr]  # packed by PackWeights
@@ -229,10 +217,6 @@ class _Rewriter(FunctionRewriter):
                 func = func.with_attr(OVERWRITES, [[at(old), at(new)] for old, new in stage.overwrites])
             self.global_vars[stage.name] = self.builder_.add_func(func, stage.name)
         return self.global_vars[stage.name]
-
-
-def _constant(dim: Any) -> int | None:
-    return int(dim) if isinstance(dim, tvm.tirx.IntImm) else None
 
 
 def LowerKernels(provider: KernelProvider, attention: AttentionSpec) -> Any:

@@ -4,7 +4,8 @@
               need left out early, parallel matmuls combined
     weights   weights packed as the target's kernels read them
     fuse      unpack + matmul (+ bias, gated linear units), residual + norm
-    lower     placeholders become scheduled kernels, the rest TVM's legalisation; dead parameters removed
+    lower     a function per bucket, norms into the matmuls around them, placeholders become scheduled kernels, the rest
+              TVM's legalisation; dead parameters removed
     finalize  memory planned with upper bounds, checked, lowered to the VM
 """
 
@@ -26,6 +27,7 @@ from relaxpack.passes.fold_norm_weights import FoldNormWeights
 from relaxpack.passes.fold_scales import FoldScales
 from relaxpack.passes.fuse_add_norm import FuseAddNorm
 from relaxpack.passes.fuse_head_sample import FuseHeadSample
+from relaxpack.passes.fuse_norm_linear import FuseNormLinear
 from relaxpack.passes.fuse_residual import FuseResidual
 from relaxpack.passes.fuse_rope_append_attention import FuseRopeAppendAttention
 from relaxpack.passes.fuse_unpack_matmul import FuseUnpackMatmul, FuseUnpackOnly
@@ -49,7 +51,7 @@ Phase = tuple[str, list[Any]]
 OPTIONAL: dict[str, int] = {
     "ShareRopeTable": 1, "FoldConstant": 1, "EliminateCommonSubexpr": 1, "PlanMemory": 1,
     "FoldScales": 2, "CombineParallelMatmul": 2, "FuseEpilogues": 2, "FuseAddNorm": 2, "FuseOps": 2,
-    "FuseRopeAppendAttention": 2,
+    "FuseNormLinear": 2, "FuseRopeAppendAttention": 2,
     "SelectRowsEarly": 3, "RewriteCUDAGraph": 3,
 }
 # Passes that run only where they are asked for by name: they cost accuracy or win nothing by measurement (docs/passes.md).
@@ -108,6 +110,7 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
             *([SpecializeBuckets("prefill", "t", config.prefill_buckets)] if config.prefill_buckets else []),
             *requested("FuseHeadSample", FuseHeadSample(provider)),
             *unless("FuseRopeAppendAttention", FuseRopeAppendAttention(provider, attention)),
+            *unless("FuseNormLinear", FuseNormLinear(provider)),
             LowerKernels(provider, attention),
             PruneParameters,
             relax.transform.LegalizeOps(),

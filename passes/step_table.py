@@ -75,7 +75,7 @@ def _costs(facts: dict[str, Any], weights: list[Any], activations: list[Any], ou
     weight_bytes = sum(_bytes(w.ty) for w in weights)
     if kind == "linear":
         return {"weight_bytes": weight_bytes, "row_flops": 2 * facts["n"] * facts["k"],
-                "row_bytes": sum(_row_bytes(ty, rows) for ty in [*activations[:1], *outputs])}
+                "row_bytes": sum(_row_bytes(ty, rows) for ty in [*activations, *outputs])}
     if kind == "embedding":
         return {"row_bytes": weight_bytes // facts["vocab"] + sum(_row_bytes(ty, rows) for ty in outputs)}
     if kind == "attention":

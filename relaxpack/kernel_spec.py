@@ -9,8 +9,9 @@ Buffer names and types by operation (I = activation dtype of the spec, inputs fi
 
     (A weight packed into several buffers is named `weight.<suffix>`, one name per buffer of its WeightLayout.)
 
-    linear       x I[t, K], weight (packed, see WeightLayout), [bias f32[N]], [residual I[t, N]]
-                 → y O[t, N]; with glu: N counts gate and up rows together and y is O[t, N/2]
+    linear       x I[t, K], weight (packed, see WeightLayout), [bias f32[N]], [residual I[t, N]], [norm_weight f32[N]],
+                 [squares f32[t, K/16]] → y O[t, N], [scaled I[t, N], squares f32[t, N/16]]; with glu: N counts gate and
+                 up rows together and y is O[t, N/2]
     embedding    token_ids i32[t], weight (packed) → y I[t, H], times EmbeddingSpec.factor
     rms_norm     x I[t, H], weight f32[H] → y I[t, H]
     add_rms_norm x I[t, H], residual I[t, H], weight f32[H] → total I[t, H], y I[t, H]
@@ -40,13 +41,14 @@ Page 0 is scratch: padded rows point at it and it never holds a live token.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
 
+NORM_GROUP = 16  # features whose squares are one number of `squares`
 Dim = int | str  # a constant or the name of a symbolic variable ("t", "b", "p")
 
 
@@ -74,6 +76,17 @@ class LinearSpec:
     residual: bool = False
     glu: str | None = None       # "swiglu" | "geglu"
     max_rows: int | None = None  # decode functions of a bucket: rows are at most (in fact exactly) these
+    # An RMSNorm between matmuls needs no kernel. The one before it gives, besides y, `scaled` = norm_weight * y rounded once
+    # and `squares`, sums over NORM_GROUP features of y^2 as stored. The one after it takes `scaled` for x, and its x W^T is
+    # multiplied by 1 / sqrt(mean + norm_epsilon) before anything is added. Ask `KernelProvider.folds_norm` first.
+    prepares_norm: bool = False          # with residual
+    norm_epsilon: float | None = None
+
+    def without_norm(self) -> LinearSpec:
+        """The product that a kernel with a norm stands for, as it is where the norm has its own kernel."""
+        if self.prepares_norm:
+            return replace(self, prepares_norm=False, residual=False)
+        return replace(self, norm_epsilon=None)
 
     @property
     def gated(self) -> bool:
@@ -81,9 +94,10 @@ class LinearSpec:
         return self.glu is not None
 
     def recorded(self) -> dict[str, Any]:
-        """The facts as tuning records name them: records are older than GeGLU."""
-        facts = asdict(self)
+        """The facts as tuning records name them: records are older than GeGLU and the norms (see `without_norm`)."""
+        facts = asdict(self.without_norm())
         glu = facts.pop("glu")
+        del facts["prepares_norm"], facts["norm_epsilon"]
         return facts | {"swiglu": glu == "swiglu"} | ({"geglu": True} if glu == "geglu" else {})
 
     @classmethod
@@ -199,6 +213,10 @@ class KernelProvider(Protocol):
         """Canonical weight `[N, K]` → packed buffers by suffix. With `gated` the rows are gate then up, stacked."""
 
     def linear(self, spec: LinearSpec) -> Kernel: ...
+
+    def folds_norm(self, spec: LinearSpec) -> bool:
+        """Whether `linear` answers this spec, which prepares or applies a norm, and that is the faster way."""
+
     def embedding(self, spec: EmbeddingSpec) -> Kernel: ...
     def norm(self, spec: NormSpec) -> Kernel: ...
     def rope_append(self, spec: AttentionSpec) -> Kernel: ...

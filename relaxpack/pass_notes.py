@@ -19,6 +19,7 @@ NOTES = {
     "FuseAddNorm": "residual sum and norm become one kernel",
     "SpecializeBuckets": "a function of its own for each batch size and prompt length of a graph",
     "FuseRopeAppendAttention": "small batches rotate, append and attend in one kernel",
+    "FuseNormLinear": "norms become part of the matmuls before and after them, where few rows are multiplied",
     "LowerKernels": "placeholders become the kernels of this target",
     "ScheduleRest": "what no kernel covers gets a schedule",
     "DropUnusedKernels": "kernels that nobody calls disappear",

@@ -50,7 +50,12 @@ def linear_family(arch: str) -> KernelFamily:
             return linear.packed(spec, plan, hopper, spec.weight.e4m3 and can_convert(arch))
         return linear.unpacked(spec, hopper, plan) if spec.weight.quantized else linear._one(spec, plan, hopper)
 
-    return KernelFamily("cuda.linear", lambda spec: replace(spec, phase="decode") if spec.max_rows else spec, parts, make)
+    def canonical(spec: LinearSpec) -> LinearSpec:
+        """A kernel with a norm is the one without and a little more: it takes over its record."""
+        plain = spec.without_norm()
+        return replace(plain, phase="decode") if spec.max_rows else plain
+
+    return KernelFamily("cuda.linear", canonical, parts, make)
 
 
 def linear_space(spec: LinearSpec, convert: bool = False) -> Space:

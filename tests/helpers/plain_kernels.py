@@ -15,6 +15,7 @@ from relaxpack.kernel_spec import (
     COUNT_BITS,
     EDIT_BITS,
     IN_PROMPT,
+    NORM_GROUP,
     TOP_LOGPROBS,
     AttentionSpec,
     EmbeddingSpec,
@@ -114,6 +115,43 @@ def _add(h: int) -> Any:
         for i in range(t):
             for j in range(h):
                 y[i, j] = x[i, j] + r[i, j]
+    return f
+
+
+@functools.cache
+def _prepare(h: int) -> Any:
+    @T.prim_func(private=True, s_tir=True)
+    def f(x_h: T.handle, w: T.Buffer((T.int64(h),), "float32"), scaled_h: T.handle, squares_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        x = T.match_buffer(x_h, (t, T.int64(h)), "float32")
+        scaled = T.match_buffer(scaled_h, (t, T.int64(h)), "float32")
+        squares = T.match_buffer(squares_h, (t, T.int64(h // NORM_GROUP)), "float32")
+        for i in range(t):
+            for g in range(h // NORM_GROUP):
+                squares[i, g] = T.float32(0)
+                for j in range(NORM_GROUP):
+                    scaled[i, g * NORM_GROUP + j] = x[i, g * NORM_GROUP + j] * w[g * NORM_GROUP + j]
+                    squares[i, g] = squares[i, g] + x[i, g * NORM_GROUP + j] * x[i, g * NORM_GROUP + j]
+    return f
+
+
+@functools.cache
+def _normed(h: int, eps: float) -> Any:
+    @T.prim_func(private=True, s_tir=True)
+    def f(scaled_h: T.handle, squares_h: T.handle, y_h: T.handle):
+        T.func_attr(ATTRS)
+        t = T.int64()
+        scaled = T.match_buffer(scaled_h, (t, T.int64(h)), "float32")
+        squares = T.match_buffer(squares_h, (t, T.int64(h // NORM_GROUP)), "float32")
+        y = T.match_buffer(y_h, (t, T.int64(h)), "float32")
+        for i in range(t):
+            a = T.alloc_buffer((1,), "float32")
+            a[0] = T.float32(0)
+            for g in range(h // NORM_GROUP):
+                a[0] = a[0] + squares[i, g]
+            for j in range(h):
+                y[i, j] = scaled[i, j] / T.sqrt(a[0] / T.float32(h) + T.float32(eps))
     return f
 
 
@@ -449,12 +487,24 @@ class PlainKernels:
     def linear(self, spec: LinearSpec) -> Kernel:
         n, k = spec.out_features, spec.in_features
         name = f"linear_{n}x{k}{'_bias' * spec.bias}{'_' + spec.glu if spec.glu else ''}"
-        inputs = ("x", "weight", "bias") if spec.bias else ("x", "weight")
+        first, x = [], "x"
+        temporaries: dict[str, Any] = {}
+        if spec.norm_epsilon is not None:
+            first, x = [Stage(_normed(k, spec.norm_epsilon), f"normed_{k}", ("x", "squares"), ("normed",))], "normed"
+            temporaries["normed"] = (("t", k), "float32")
+        inputs = (x, "weight", "bias") if spec.bias else (x, "weight")
+        linear = _linear(n, k, spec.bias, spec.glu)
         if not spec.residual:
-            return _kernel(_linear(n, k, spec.bias, spec.glu), name, inputs, ("y",))
-        product = Stage(_linear(n, k, spec.bias, spec.glu), name, inputs, ("product",))
-        total = Stage(_add(n), f"add_{n}", ("product", "residual"), ("y",))
-        return Kernel((product, total), "rule:plain", {"product": (("t", n), "float32")})
+            return Kernel((*first, Stage(linear, name, inputs, ("y",))), "rule:plain", temporaries)
+        temporaries["product"] = (("t", n), "float32")
+        stages = [*first, Stage(linear, name, inputs, ("product",)),
+                  Stage(_add(n), f"add_{n}", ("product", "residual"), ("y",))]
+        if spec.prepares_norm:
+            stages.append(Stage(_prepare(n), f"prepare_{n}", ("y", "norm_weight"), ("scaled", "squares")))
+        return Kernel(tuple(stages), "rule:plain", temporaries)
+
+    def folds_norm(self, spec: LinearSpec) -> bool:
+        return (spec.out_features if spec.prepares_norm else spec.in_features) % NORM_GROUP == 0
 
     def embedding(self, spec: EmbeddingSpec) -> Kernel:
         gather = _embedding(spec.vocab_size, spec.hidden_size, spec.factor)

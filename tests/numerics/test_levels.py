@@ -5,6 +5,7 @@ code, on a tiny model with biases, against `-O0`, and `-O0` against NumPy. Kerne
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,10 +106,22 @@ def test_random_subsets(checkpoint: Checkpoint, plain: np.ndarray, disabled: fro
     np.testing.assert_allclose(logits(checkpoint, lowered), plain, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("enabled", [frozenset[str](), frozenset({"FuseResidual"})], ids=["", "FuseResidual"])
+def test_norms_inside_matmuls(checkpoint: Checkpoint, plain: np.ndarray, enabled: frozenset[str]) -> None:
+    """With nothing else but what it needs. Only the norm that no matmul stands before keeps a kernel of its own."""
+    others = frozenset(OPTIONAL) - {"FuseEpilogues", "FuseAddNorm", "FuseNormLinear"}
+    lowered = lowered_without(checkpoint, others, enabled=enabled)
+    kernels = Counter(row["kernel"] for row in lowered.explanation["steps"]["decode"])
+    hidden, layers = checkpoint.config.hidden_size, checkpoint.config.num_layers
+    assert kernels["rms_norm"] == 1 and not kernels["add_rms_norm"]
+    assert kernels[f"prepare_{hidden}"] == 2 * layers       # behind output and down
+    np.testing.assert_allclose(logits(checkpoint, lowered), plain, rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ON_REQUEST)
 def test_each_pass_on_request(checkpoint: Checkpoint, plain: np.ndarray, name: str) -> None:
     """Layers have two norms and two sums each; the last norm and a tied head share a table with the embedding."""
-    lowered = lowered_without(checkpoint, frozenset(), enabled=frozenset({name}))
+    lowered = lowered_without(checkpoint, frozenset({"FuseNormLinear"}), enabled=frozenset({name}))
     kernels = [row["kernel"] for row in lowered.explanation["steps"]["decode"]]
     layers = checkpoint.config.num_layers
     if name == "FuseResidual":

@@ -175,6 +175,9 @@ class _SomeByLibrary(PlainKernels):
         name = f"cublaslt_{spec.out_features}x{spec.in_features}"
         return Kernel((replace(stage, func=func, name=name),), "library:cublaslt")
 
+    def folds_norm(self, spec: LinearSpec) -> bool:
+        return False
+
 
 def test_a_captured_step_holds_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
     limits, buckets = BuildLimits(64, max_batch=2, prefill_chunk=8, page_size=4), {"decode": (1, 2), "prefill": (4,)}

@@ -36,6 +36,9 @@ class Faulty(PlainKernels):
             raise KeyError(f"no tile for {spec.out_features}")
         return super().linear(spec)
 
+    def folds_norm(self, spec: LinearSpec) -> bool:
+        return False
+
 
 class Refusing(PlainKernels):
     def norm(self, spec: NormSpec) -> Kernel:

@@ -71,6 +71,9 @@ class CpuKernels:
         make = linear_fp8 if spec.weight.e4m3 else linear_quantized if spec.weight.quantized else linear_float
         return self._kernel("linear", spec, name, lambda: make(self.isa, spec), ("x", "weight", *extras), ("y",))
 
+    def folds_norm(self, spec: LinearSpec) -> bool:
+        return False
+
     def embedding(self, spec: EmbeddingSpec) -> Kernel:
         _only_float32("embedding", spec.activation_dtype)
         name = f"embedding_{spec.weight.name}_{spec.vocab_size}x{spec.hidden_size}" + (

@@ -4,6 +4,7 @@ order, and how a finished PrimFunc is marked. No kernel lives here."""
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
+from relaxpack.kernel_spec import NORM_GROUP
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
@@ -43,26 +44,46 @@ def finish(func, name: str, dependent_launch: bool = False, cluster: int = 1, gr
     return func
 
 
-def entry(body, N: int, K: int, OUT: int, dtype: str, out_dtype: str, bias: bool, residual: bool):
+def entry(body, N: int, K: int, OUT: int, dtype: str, out_dtype: str, bias: bool, residual: bool,
+          norm_epsilon: float | None = None, prepares_norm: bool = False):
     """The PrimFunc of a linear kernel with a float weight around the inlined `body(x, weight, bias, residual, y, t)`: the
-    buffers that are there in the contract's order. `body` gets None for an absent buffer and opens the device part."""
+    buffers that are there in the contract's order. `body` gets None for an absent buffer and opens the device part. A
+    kernel that has to do with a norm gets `norm_buffers` as the last argument."""
+    normed = norm_epsilon is not None
+    outputs = 3 if prepares_norm else 1
+
     @T.inline
     def bind(handles):
         t = T.int64()
         x = T.match_buffer(handles[0], (t, K), dtype, align=16)
         weight = T.match_buffer(handles[1], (N, K), dtype, align=16)
         bias_buffer = T.meta_var(optional(bias, "bias", handles[2], (N,), "float32"))
-        residual_buffer = T.meta_var(optional(residual, "residual", handles[-2], (t, OUT), dtype))
-        y = T.match_buffer(handles[-1], (t, OUT), out_dtype, align=16)
-        body(x, weight, bias_buffer, residual_buffer, y, t)
+        residual_buffer = T.meta_var(optional(residual, "residual", handles[2 + bias], (t, OUT), dtype))
+        y = T.match_buffer(handles[-outputs], (t, OUT), out_dtype, align=16)
+        norm = T.meta_var(norm_buffers(handles, t, OUT, K, dtype, normed, prepares_norm))
+        if normed or prepares_norm:
+            body(x, weight, bias_buffer, residual_buffer, y, t, None, norm)
+        else:
+            body(x, weight, bias_buffer, residual_buffer, y, t)
 
-    return with_handles(3 + bias + residual, bind)
+    return with_handles(2 + bias + residual + (normed or prepares_norm) + outputs, bind)
+
+
+def norm_buffers(handles, t, OUT: int, K: int, dtype: str, normed: bool, prepares_norm: bool) -> list:
+    """What a linear kernel reads and writes for the norm after it (weight, scaled, squares) or before it (squares). The
+    input comes last of the inputs, the outputs behind y."""
+    if prepares_norm:
+        return [optional(True, "norm_weight", handles[-4], (OUT,), "float32"),
+                optional(True, "scaled", handles[-2], (t, OUT), dtype),
+                optional(True, "squares", handles[-1], (t, OUT // NORM_GROUP), "float32")]
+    return [optional(True, "squares", handles[-2], (t, K // NORM_GROUP), "float32")] if normed else []
 
 
 def linear_func(body, N: int, K: int, dtype: str, out_dtype: str, name: str, *, grid: str = "x", cluster: int = 1,
-                bias: bool = False, residual: bool = False, glu: str | None = None, dependent_launch: bool = False, **_):
+                bias: bool = False, residual: bool = False, glu: str | None = None, norm_epsilon: float | None = None,
+                prepares_norm: bool = False, dependent_launch: bool = False, **_):
     """A finished PrimFunc around one inlined kernel; further options of the kernel are ignored here."""
-    func = entry(body, N, K, N // 2 if glu else N, dtype, out_dtype, bias, residual)
+    func = entry(body, N, K, N // 2 if glu else N, dtype, out_dtype, bias, residual, norm_epsilon, prepares_norm)
     return finish(func, name, dependent_launch, cluster, grid)
 
 
@@ -89,10 +110,13 @@ def device():
     return T.attr({"tirx.device_entry": T.bool(True)})
 
 
-def quant_entry(body, N: int, K: int, OUT: int, weight, dtype: str, out_dtype: str, bias: bool, residual: bool):
+def quant_entry(body, N: int, K: int, OUT: int, weight, dtype: str, out_dtype: str, bias: bool, residual: bool,
+                norm_epsilon: float | None = None, prepares_norm: bool = False):
     """`entry` for a quantised weight in fragments: `body(x, codes, scales, minimums, bias, residual, y, t)`."""
     words, groups = fragment_sizes(weight, N, K)
     stored = weight.minimum == "stored"
+    normed = norm_epsilon is not None
+    outputs = 3 if prepares_norm else 1
 
     @T.inline
     def bind(handles):
@@ -102,11 +126,15 @@ def quant_entry(body, N: int, K: int, OUT: int, weight, dtype: str, out_dtype: s
         scales = T.match_buffer(handles[2], (groups,), weight.scale_dtype, align=16)
         minimums = T.meta_var(optional(stored, "minimums", handles[3], (groups,), weight.scale_dtype))
         bias_buffer = T.meta_var(optional(bias, "bias", handles[3 + stored], (N,), "float32"))
-        residual_buffer = T.meta_var(optional(residual, "residual", handles[-2], (t, OUT), dtype))
-        y = T.match_buffer(handles[-1], (t, OUT), out_dtype, align=16)
-        body(x, codes, scales, minimums, bias_buffer, residual_buffer, y, t)
+        residual_buffer = T.meta_var(optional(residual, "residual", handles[3 + stored + bias], (t, OUT), dtype))
+        y = T.match_buffer(handles[-outputs], (t, OUT), out_dtype, align=16)
+        norm = T.meta_var(norm_buffers(handles, t, OUT, K, dtype, normed, prepares_norm))
+        if normed or prepares_norm:
+            body(x, codes, scales, minimums, bias_buffer, residual_buffer, y, t, norm)
+        else:
+            body(x, codes, scales, minimums, bias_buffer, residual_buffer, y, t)
 
-    return with_handles(4 + stored + bias + residual, bind)
+    return with_handles(3 + stored + bias + residual + (normed or prepares_norm) + outputs, bind)
 
 
 def optional(present: bool, name: str, handle, shape, dtype: str):
@@ -123,7 +151,7 @@ def fragment_sizes(weight, N: int, K: int) -> tuple[int, int]:
 
 
 def with_handles(count: int, bind):
-    """A PrimFunc of `count` (2 to 7) buffers whose body is the inlined `bind(handles)`."""
+    """A PrimFunc of `count` (2 to 10) buffers whose body is the inlined `bind(handles)`."""
     if count == 2:
         @T.prim_func
         def main(a: T.handle, b: T.handle):
@@ -144,10 +172,24 @@ def with_handles(count: int, bind):
         @T.prim_func
         def main(a: T.handle, b: T.handle, c: T.handle, d: T.handle, e: T.handle, f: T.handle):
             bind([a, b, c, d, e, f])
-    else:
-        assert count == 7, count
-
+    elif count == 7:
         @T.prim_func
         def main(a: T.handle, b: T.handle, c: T.handle, d: T.handle, e: T.handle, f: T.handle, g: T.handle):
             bind([a, b, c, d, e, f, g])
+    elif count == 8:
+        @T.prim_func
+        def main(a: T.handle, b: T.handle, c: T.handle, d: T.handle, e: T.handle, f: T.handle, g: T.handle, h: T.handle):
+            bind([a, b, c, d, e, f, g, h])
+    elif count == 9:
+        @T.prim_func
+        def main(a: T.handle, b: T.handle, c: T.handle, d: T.handle, e: T.handle, f: T.handle, g: T.handle, h: T.handle,
+                 i: T.handle):
+            bind([a, b, c, d, e, f, g, h, i])
+    else:
+        assert count == 10, count
+
+        @T.prim_func
+        def main(a: T.handle, b: T.handle, c: T.handle, d: T.handle, e: T.handle, f: T.handle, g: T.handle, h: T.handle,
+                 i: T.handle, j: T.handle):
+            bind([a, b, c, d, e, f, g, h, i, j])
     return main

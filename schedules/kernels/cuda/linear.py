@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from relaxpack.kernel_spec import Kernel, LinearSpec, Stage
+from relaxpack.kernel_spec import NORM_GROUP, Kernel, LinearSpec, Stage
 from relaxpack.schedules.kernels.cuda.codes_fp8 import can_convert
 from relaxpack.schedules.kernels.cuda.common import by_rows, linear_func
 from relaxpack.schedules.kernels.cuda.dequantize import dequantize
@@ -39,6 +39,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], str]] = {
     "gemm_tiles": (tiles_body, "xy")}
 QUANTIZED_FAMILIES: dict[str, Callable[..., Any]] = {"gemm_rows_quant": gemm_rows_quant, "gemm_few_quant": gemm_few_quant}
 Plan = tuple[str, dict[str, int]]
+KNOW_NORMS = ("gemm_rows_co", "gemm_rows_quant_")    # how the names of stages with a RowsEpilogue begin
 
 
 def linear(spec: LinearSpec, arch: str) -> Kernel:
@@ -82,7 +83,8 @@ def hopper_plan(n: int, k: int, rows: int, gated: bool) -> Plan:
 def _rows_plan(n: int, k: int, rows: int) -> Plan:
     most = 16 if n <= 8192 else 8
     warps = next(w for w in (16, 8, 4, 2, 1) if w <= most and w * 2 * 64 <= max(k, 128))
-    return "gemm_rows", {"columns": 8 if rows <= 8 else 16, "warps": warps, "unroll": 2}
+    return "gemm_rows", {"columns": 8 if rows <= 8 else 16, "warps": warps, "unroll": 2,
+                         **({"blocks_per_sm": 32 // warps} if rows <= 8 else {})}
 
 
 def few_tiling(n: int, k: int, rows: int) -> dict[str, int]:
@@ -125,7 +127,22 @@ def few_estimate(n: int, k: int, columns: int, split: int, **_: int) -> float:
     return 2.4 + max(product, 2 * k * n / 3.7e6) + reduction
 
 
-def _body(spec: LinearSpec, plan: Plan, **more: bool) -> Any:
+def folds_norm(spec: LinearSpec, plain: Kernel) -> bool:
+    """Whether the kernel that was chosen without the norm, `plain`, can have it: those for few rows. In float16 w * x may
+    overflow where the normed x does not, so norms stay what they are there."""
+    features = spec.out_features if spec.prepares_norm else spec.in_features
+    (*_, stage) = plain.stages
+    return spec.activation_dtype == "bfloat16" and spec.max_rows is not None and features % NORM_GROUP == 0 \
+        and stage.name.startswith(KNOW_NORMS) and not (spec.prepares_norm and spec.norm_epsilon is not None) \
+        and (not spec.prepares_norm or (spec.out_dtype == spec.activation_dtype and not spec.gated))
+
+
+def _norm(spec: LinearSpec) -> dict[str, Any]:
+    """Options of the kernels that know norms."""
+    return {key: getattr(spec, key) for key in ("norm_epsilon", "prepares_norm") if getattr(spec, key)}
+
+
+def _body(spec: LinearSpec, plan: Plan, **more: Any) -> Any:
     family, options = plan
     return FAMILIES[family][0](spec.out_features, spec.in_features, spec.activation_dtype, spec.out_dtype, bias=spec.bias,
                                residual=spec.residual, glu=spec.glu, **options, **more)
@@ -137,7 +154,7 @@ def _one(spec: LinearSpec, plan: Plan, hopper: bool) -> Kernel:
     cluster = {"gemm_few": options.get("split", 1) * options.get("share", 1),
                "gemm_many": options.get("split", 1) * options.get("cluster", 1)}
     marks = "".join(f"_{key[:2]}{value}" for key, value in options.items())
-    return _kernel(spec, f"{family}{marks}", _body(spec, plan, **more), grid=FAMILIES[family][1],
+    return _kernel(spec, f"{family}{marks}", _body(spec, plan, **_norm(spec), **more), grid=FAMILIES[family][1],
                    cluster=cluster.get(family, 1), **more)
 
 
@@ -152,9 +169,9 @@ def _several(spec: LinearSpec, plans: list[tuple[int, Plan]]) -> Kernel:
 def _kernel(spec: LinearSpec, family: str, body: Any, **launch: Any) -> Kernel:
     name = _name(spec, family)
     func = linear_func(body, spec.out_features, spec.in_features, spec.activation_dtype, spec.out_dtype, name,
-                       bias=spec.bias, residual=spec.residual, glu=spec.glu, **launch)
+                       bias=spec.bias, residual=spec.residual, glu=spec.glu, **_norm(spec), **launch)
     source = "_".join(family.split("_")[:2])
-    return Kernel((Stage(func, name, ("x", "weight", *_extras(spec)), ("y",)),), f"rule:cuda.{source}")
+    return Kernel((_stage(spec, func, name, ("weight",)),), f"rule:cuda.{source}")
 
 
 def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict[str, Any]]:
@@ -165,7 +182,8 @@ def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict
         if k < 2048:
             return "gemm_rows_quant", {"columns": columns, "warps": 4, "unroll": 2}
         if columns == 8 and not heavy and (n <= 8192 or weight.group_size == 16):
-            return "gemm_rows_quant", {"columns": 8, "warps": 16, "unroll": 2, "ahead": True}
+            rounds = {"unroll": 1, "ahead": True} if k > 4096 else {"unroll": 2, "ahead": n <= 4096}
+            return "gemm_rows_quant", {"columns": 8, "warps": 16, **rounds, "blocks_per_sm": 2}
         return "gemm_rows_quant", {"columns": columns, "warps": 8, "unroll": 4 if heavy and n <= 8192 else 2}
     strips = 2 if n >= 8192 else 1
     blocks = -(-n // (128 * strips))
@@ -188,8 +206,8 @@ def packed(spec: LinearSpec, plan: tuple[str, dict[str, Any]], hopper: bool, con
     func = QUANTIZED_FAMILIES[family](
         spec.out_features, spec.in_features, spec.weight, spec.activation_dtype, spec.out_dtype, bias=spec.bias,
         residual=spec.residual, glu=spec.glu, name=name, dependent_launch=hopper and spec.max_rows is not None,
-        convert=convert, **options)
-    return Kernel((Stage(func, name, ("x", *_buffers(spec), *_extras(spec)), ("y",)),), f"rule:cuda.{family}")
+        convert=convert, **_norm(spec), **options)
+    return Kernel((_stage(spec, func, name, _buffers(spec)),), f"rule:cuda.{family}")
 
 
 def unpacked(spec: LinearSpec, hopper: bool, chosen: Plan | None = None) -> Kernel:
@@ -215,11 +233,20 @@ def _buffers(spec: LinearSpec) -> tuple[str, ...]:
     return tuple(f"weight.{suffix}" for suffix, _, _ in layout.buffers)
 
 
-def _extras(spec: LinearSpec) -> tuple[str, ...]:
-    return (*(["bias"] if spec.bias else []), *(["residual"] if spec.residual else []))
+def _stage(spec: LinearSpec, func: Any, name: str, weight: tuple[str, ...]) -> Stage:
+    extras = {"bias": spec.bias, "residual": spec.residual, "norm_weight": spec.prepares_norm,
+              "squares": spec.norm_epsilon is not None}
+    outputs = ("y", "scaled", "squares") if spec.prepares_norm else ("y",)
+    inputs = ("x", *weight, *(key for key, there in extras.items() if there))
+    # The kernels for few rows read a residual before they write, in the thread that writes there.
+    over = spec.residual and name.startswith(KNOW_NORMS) and spec.out_dtype == spec.activation_dtype
+    return Stage(func, name, inputs, outputs, overwrites=(("residual", "y"),) if over else ())
 
 
 def _name(spec: LinearSpec, family: str) -> str:
     flags = "_bias" * spec.bias + "_residual" * spec.residual + (f"_{spec.glu}" if spec.glu else "")
+    flags += "_prepares_norm" * spec.prepares_norm
+    if spec.norm_epsilon is not None:
+        flags += f"_norm{spec.norm_epsilon:g}".replace("-", "m").replace(".", "p").replace("+", "")
     out = "_f32" if spec.out_dtype == "float32" else ""
     return f"{family}_{spec.out_features}x{spec.in_features}_{spec.activation_dtype}{out}{flags}"

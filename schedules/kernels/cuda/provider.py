@@ -27,7 +27,7 @@ from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
 from relaxpack.schedules.kernels.cuda.embedding import embedding
 from relaxpack.schedules.kernels.cuda.head_sample import head_sample
 from relaxpack.schedules.kernels.cuda.library import library_linear
-from relaxpack.schedules.kernels.cuda.linear import linear
+from relaxpack.schedules.kernels.cuda.linear import folds_norm, linear
 from relaxpack.schedules.kernels.cuda.norm import norm_kernel
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
@@ -67,6 +67,9 @@ class CudaKernels:
         if library is not None:
             return self._cached(("linear", library, spec), lambda: library_linear(spec, library))
         return self._cached(("linear", spec), lambda: self._found("linear", spec) or linear(spec, self.arch))
+
+    def folds_norm(self, spec: LinearSpec) -> bool:
+        return folds_norm(spec, self.linear(spec.without_norm()))
 
     def embedding(self, spec: EmbeddingSpec) -> Kernel:
         name = f"embedding_{spec.weight.name}_{spec.vocab_size}x{spec.hidden_size}_{spec.activation_dtype}" + (

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+import tvm_ffi
+from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, LinearSpec, NormSpec, Stage
 from relaxpack.passes.lower_kernels import KERNELS, LowerKernels
+from relaxpack.passes.rewrite import placeholder
 from relaxpack.weight_format import FORMATS
 from tests.helpers.ir import check_pass
 from tests.helpers.plain_kernels import PlainKernels
+from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -137,6 +143,44 @@ def test_swiglu_counts_both_halves():
     after = LowerKernels(provider, ATTENTION)(Before)
     assert provider.questions == [LinearSpec(32, 8, FORMATS["f32"], "decode", "float32", "float32", glu="swiglu")]
     assert calls_of(after)["decode"][0]["calls"] == 1
+
+
+def with_norm(flags: str, more: list[Any], results: Any) -> tvm.IRModule:
+    """A linear of x `[4, 16]` that has to do with a norm; `more` are (name, shape) of its further operands."""
+    builder = relax.BlockBuilder()
+    inputs = [relax.Var(name, relax.TensorType(shape, "float32"))
+              for name, shape in [("x", [4, 16]), ("w", [16, 16]), *more]]
+    epsilon = [relax.prim_value(1e-5)] if "squares" in dict(more) else []
+    with builder.function("decode_4", inputs, attrs={"num_input": 1}):
+        with builder.dataflow():
+            call = builder.emit(placeholder(f"relaxpack.linear{flags}", [*inputs, *epsilon, tvm.ir.StringImm("f32"),
+                                                                         relax.prim_value(0)], results))
+            out = builder.emit_output(call)
+        builder.emit_func_output(out)
+    return builder.get()
+
+
+ROWS, SQUARES = relax.TensorType([4, 16], "float32"), relax.TensorType([4, 1], "float32")
+BEFORE_NORM = with_norm("+bias+residual+prepares_norm", [("b", [16]), ("r", [4, 16]), ("g", [16])], [ROWS, ROWS, SQUARES])
+AFTER_NORM = with_norm("+norm", [("squares", [4, 1])], ROWS)
+
+
+@pytest.mark.parametrize(("before", "facts", "stages"), [
+    (BEFORE_NORM, {"bias": True, "residual": True, "prepares_norm": True}, ["linear_16x16_bias", "add_16", "prepare_16"]),
+    (AFTER_NORM, {"norm_epsilon": 1e-5}, ["normed_16", "linear_16x16"])], ids=["before", "after"])
+def test_linears_beside_a_norm(before: tvm.IRModule, facts: dict[str, Any], stages: list[str]) -> None:
+    spec = LinearSpec(16, 16, FORMATS["f32"], "decode", "float32", "float32", max_rows=4, **facts)
+    provider = Asked(linear=PlainKernels().linear(spec))
+    after = LowerKernels(provider, ATTENTION)(before)
+    assert provider.questions == [spec]
+    assert [call["kernel"] for call in calls_of(after)["decode_4"]] == sorted(stages)
+    assert tvm_ffi.structural_equal(after["decode_4"].ret_ty, before["decode_4"].ret_ty)
+
+
+def test_a_kernel_that_ignores_what_it_is_given() -> None:
+    provider = Asked(linear=PlainKernels().linear(LinearSpec(16, 16, FORMATS["f32"], "decode", "float32", "float32")))
+    with pytest.raises(CompileError, match="linear_16x16 ignores squares"):
+        LowerKernels(provider, ATTENTION)(AFTER_NORM)
 
 
 def test_a_kernel_of_two_stages_with_a_temporary():

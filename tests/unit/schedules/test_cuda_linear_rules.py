@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
+from relaxpack.kernel_spec import LinearSpec
 from relaxpack.schedules.kernels.cuda.linear import CLUSTERS, few_tiling, generic_plan, hopper_plan, many_tiling
+from relaxpack.schedules.kernels.cuda.provider import CudaKernels
+from relaxpack.target import TargetSpec
+from relaxpack.weight_format import FORMATS
 
 # (N, K, gated) of the main models, and awkward small ones
 SHAPES = [(3072, 2048, False), (2048, 2048, False), (16384, 2048, True), (2048, 8192, False), (128256, 2048, False),
@@ -61,3 +66,44 @@ def test_the_faster_family_takes_128_rows():
 def test_older_architectures_use_mma_kernels_only():
     families = {generic_plan(n, k, rows, gated)[0] for (n, k, gated), rows in itertools.product(SHAPES, ROWS)}
     assert families == {"gemm_rows", "gemm_tiles"}
+
+
+def folds(arch: str = "sm_90a", library: str | None = None, **changes: object) -> tuple[bool, bool]:
+    """Whether the matmul before a norm prepares it, and whether the one after it applies it."""
+    spec = replace(LinearSpec(1024, 1024, FORMATS["bf16"], "decode", "bfloat16", "bfloat16", max_rows=1),
+                   **changes)  # type: ignore[arg-type]
+    provider = CudaKernels(TargetSpec("cuda", arch), lambda spec: library)
+    return (provider.folds_norm(replace(spec, residual=True, prepares_norm=True)),
+            provider.folds_norm(replace(spec, norm_epsilon=1e-5)))
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_rows": 8}, {"bias": True}, {"weight": FORMATS["q4_1"], "max_rows": 4},
+                                     {"weight": FORMATS["fp8"]}, {"arch": "sm_80"}], ids=str)
+def test_kernels_for_few_rows_fold_norms(changes):
+    assert folds(**changes) == (True, True)
+
+
+@pytest.mark.parametrize("changes", [
+    {"max_rows": 16}, {"max_rows": 16, "weight": FORMATS["q4_0"]}, {"max_rows": None},
+    {"phase": "prefill", "max_rows": None},
+    {"activation_dtype": "float16", "out_dtype": "float16", "weight": FORMATS["f16"]}, {"library": "cublaslt"}], ids=str)
+def test_others_do_not(changes):
+    assert folds(**changes) == (False, False)
+
+
+def test_what_a_norm_needs_of_a_matmul():
+    assert folds(out_features=1032) == (False, True) and folds(in_features=1032) == (True, False)    # groups of 16
+    assert folds(glu="swiglu") == (False, True)             # its result is half as wide
+    assert folds(out_dtype="float32") == (False, True)      # the head
+
+
+def test_a_kernel_with_a_norm_reads_and_writes_what_the_contract_says():
+    spec = LinearSpec(1024, 1024, FORMATS["q4_1"], "decode", "bfloat16", "bfloat16", bias=True, max_rows=1)
+    provider = CudaKernels(TargetSpec("cuda", "sm_90a"))
+    weight = ("weight.codes", "weight.scales", "weight.minimums")
+    (before,) = provider.linear(replace(spec, residual=True, prepares_norm=True)).stages
+    assert before.inputs == ("x", *weight, "bias", "residual", "norm_weight")
+    assert before.outputs == ("y", "scaled", "squares") and before.overwrites == (("residual", "y"),)
+    (after,) = provider.linear(replace(spec, norm_epsilon=1e-5)).stages
+    assert after.inputs == ("x", *weight, "bias", "squares") and after.outputs == ("y",)
+    assert len({before.name, after.name, provider.linear(spec).stages[0].name}) == 3

@@ -1,0 +1,333 @@
+"""Norms inside the kernels for few rows against norms as kernels of their own: checks, then chains of whole layers' matmuls.
+
+    python -m benchmarks.gpu.norm_fusion build .carry/fuse                      # anywhere with nvcc, no GPU needed
+    python benchmarks/gpu/norm_fusion.py run .carry/fuse --out DIR --limit 100      # on the GPU: TVM runtime and torch
+
+A chain is qkv, o, [norm], gate_up, down, [norm] over 12 layers of their own weights, launched dependently, one graph; what
+attention would give is a constant. For each model and weight format: norms of their own, norms inside, then one kernel after
+the other with other tilings, keeping what makes the whole chain faster. Writes DIR/norm-fusion.json after each item.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.kernels_matmul import Bench
+from benchmarks.gpu.matmul_variants import LINEARS
+
+LAYERS = 12
+EPSILON = 1e-5
+CHAINS = (("1b", None), ("8b", "q4_1"), ("8b", None), ("8b", "q4_0"))
+PARTS = ("qkv", "o", "gate_up", "down")
+PER_MODULE = 24
+Config = tuple[int, int, bool, int, int]      # warps, unroll, ahead, strips, blocks_per_sm
+
+
+def rule(n: int, k: int, swiglu: bool, weight: str | None) -> Config:
+    """What `linear.py` picks for one row."""
+    from relaxpack.kernel_spec import LinearSpec
+    from relaxpack.schedules.kernels.cuda.linear import hopper_plan, quantized_plan
+    from relaxpack.weight_format import FORMATS
+
+    if weight is None:
+        options = hopper_plan(n, k, 1, swiglu)[1]
+    else:
+        spec = LinearSpec(n, k, FORMATS[weight], "decode", "bfloat16", "bfloat16", max_rows=1,
+                          glu="swiglu" if swiglu else None)
+        options = quantized_plan(spec, 1, True)[1]
+    return (options["warps"], options["unroll"], bool(options.get("ahead", False)), options.get("strips", 1),
+            options.get("blocks_per_sm", 0))
+
+
+def configs(k: int, weight: str | None) -> list[Config]:
+    """Registers are limited to what the last number lets be there at once: 64 for 1024 threads, 128 for 512."""
+    if weight is None:
+        found = [(16, 2, False, 1, 2), (8, 2, False, 1, 4), (8, 4, False, 1, 2), (16, 1, True, 1, 2), (16, 2, True, 1, 1),
+                 (8, 2, True, 1, 2), (16, 4, False, 1, 1), (8, 1, True, 1, 4), (8, 2, False, 1, 3), (32, 1, False, 1, 1)]
+    else:
+        found = [(16, 2, True, 1, 2), (16, 1, True, 1, 2), (16, 2, False, 1, 2), (16, 1, False, 1, 2), (8, 2, False, 1, 4),
+                 (8, 2, False, 1, 3), (8, 4, False, 1, 3), (8, 1, False, 2, 4), (8, 2, False, 2, 3), (16, 1, False, 2, 2),
+                 (8, 1, True, 1, 4)]
+    return [c for c in found if c[0] * c[1] * (1 + c[2]) * 64 <= k]
+
+
+def name_of(part: str, model: str, weight: str | None, config: Config, role: str) -> str:
+    return f"chain_{model}_{weight or 'bf16'}_{part}_{role}_" + "_".join(str(int(c)) for c in config)
+
+
+# --- building machine -------------------------------------------------------------------------------------------------
+
+def kernel(n: int, k: int, weight: str | None, config: Config, name: str, **options: Any) -> Any:
+    from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
+    from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
+    from relaxpack.weight_format import FORMATS
+
+    warps, unroll, ahead, strips, blocks = config
+    common: dict[str, Any] = {"warps": warps, "unroll": unroll, "ahead": ahead, "strips": strips, "blocks_per_sm": blocks,
+                              "dependent_launch": True, "name": name, **options}
+    common["glu"] = "swiglu" if common.pop("swiglu", False) else None
+    if weight is None:
+        return gemm_rows(n, k, "bfloat16", "bfloat16", **common)
+    return gemm_rows_quant(n, k, FORMATS[weight], "bfloat16", "bfloat16", **common)
+
+
+def role_options(part: str, role: str) -> dict[str, Any]:
+    """role: "plain" or "folded"."""
+    if role == "plain":
+        return {"swiglu": part == "gate_up"}
+    if part in ("o", "down"):
+        return {"residual": True, "prepares_norm": True}
+    return {"swiglu": part == "gate_up", "norm_epsilon": EPSILON}
+
+
+def kernels() -> dict[str, tuple[Any, ...]]:
+    """Name → arguments of `kernel`."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for model, weight in CHAINS:
+        for part in PARTS:
+            n, k, swiglu = LINEARS[f"{model}.{part}"]
+            mine = rule(n, k, swiglu, weight)
+            for config, role in [(mine, "plain"), (mine, "folded"), *((c, "folded") for c in configs(k, weight))]:
+                found[name_of(part, model, weight, config, role)] = (n, k, weight, config, role_options(part, role))
+    for weight in (None, "q4_0", "q4_1", "q8_0", "fp8"):
+        for part, (n, k) in (("o", (1072, 1088)), ("qkv", (1040, 2112)), ("gate_up", (1056, 1088))):
+            for config in ((8, 2, False, 1, 4), (4, 2, True, 2, 2)):
+                name = f"check_{weight or 'bf16'}_{part}_{config[0]}"
+                found[name] = (n, k, weight, config, role_options(part, "folded"))
+    return found
+
+
+def build(folder: Path) -> None:
+    from relaxpack.kernel_spec import NormSpec
+    from relaxpack.schedules.cuda_compile import check_library, compile_module, resource_usage
+    from relaxpack.schedules.kernels.cuda.norm import norm
+    from relaxpack.target import parse_target
+
+    import tvm  # isort: skip
+
+    folder.mkdir(parents=True, exist_ok=True)
+    made = {name: partial(kernel, n, k, weight, config, name, **options)
+            for name, (n, k, weight, config, options) in kernels().items()}
+    for h in (2048, 3584, 4096):
+        made[f"norm_{h}"] = partial(norm, NormSpec(h, EPSILON, "bfloat16", True), dependent_launch=True, name=f"norm_{h}")
+    index: dict[str, dict[str, Any]] = {}
+    names = sorted(made)
+    for number, first in enumerate(range(0, len(names), PER_MODULE)):
+        part = names[first:first + PER_MODULE]
+        library = folder / f"fuse-{number}.so"
+        executable = compile_module(tvm.IRModule({name: made[name]() for name in part}), parse_target("cuda:sm_90a"))
+        executable.export_library(str(library))
+        check_library(library)
+        usage = resource_usage(library)
+        index |= {name: {"library": library.name, **usage.get(f"{name}_kernel", {})} for name in part}
+        print(f"{library.name}: {len(part)} kernels", flush=True)
+    checks = {name: [n, k, weight, options] for name, (n, k, weight, _, options) in kernels().items()
+              if name.startswith("check")}
+    rules = {f"{model} {weight}": {part: rule(*LINEARS[f"{model}.{part}"], weight) for part in PARTS}
+             for model, weight in CHAINS}
+    (folder / "index.json").write_text(json.dumps({"kernels": index, "checks": checks, "rules": rules}))
+
+
+# --- GPU machine ------------------------------------------------------------------------------------------------------
+
+class Run:
+    def __init__(self, folder: Path, out: Path, limit: float) -> None:
+        self.bench, self.index = Bench(folder), json.loads((folder / "index.json").read_text())
+        self.torch = self.bench.torch
+        self.out, self.until, self.started = out / "norm-fusion.json", time.time() + limit, time.time()
+        self.result: dict[str, Any] = {"device": self.torch.cuda.get_device_name(), "ceilings": self.bench.ceilings(),
+                                       "checks": [], "chains": [], "failures": []}
+
+    def save(self) -> None:
+        self.result["seconds"] = round(time.time() - self.started, 1)
+        self.out.write_text(json.dumps(self.result))
+
+    def function(self, name: str) -> Any:
+        return self.bench.kernel({"library": self.index["kernels"][name]["library"], "name": name})
+
+    def weights(self, n: int, k: int, weight: str | None, swiglu: bool, copies: int = 1) -> tuple[list[list[Any]], Any]:
+        sets, canonical = self.bench.packed({"n": n, "k": k, "dtype": "bfloat16", "weight": weight,
+                                             "options": {"swiglu": swiglu}}, copies)
+        return [[self.bench.view(b) for b in one] for one in sets], canonical
+
+    # numbers
+
+    def check(self, name: str, n: int, k: int, weight: str | None, options: dict[str, Any]) -> None:
+        torch, swiglu = self.torch, options.get("swiglu", False)
+        (buffers,), canonical = self.weights(n, k, weight, swiglu)
+        plain = (torch.from_numpy(canonical.dequantize()).cuda() if canonical else buffers[0]).double()
+        if canonical is not None and swiglu:
+            plain = plain[torch.arange(n, device="cuda").reshape(2, n // 16, 8).transpose(0, 1).reshape(-1)]
+        for t in (1, 3, 8):
+            x = self.bench.random((t, k), "bfloat16")
+            width = n // 2 if swiglu else n
+            y, again = (torch.full((t, width), float("nan"), device="cuda", dtype=x.dtype) for _ in range(2))
+            z = x.double() @ plain.T
+            if options.get("prepares_norm"):
+                residual, weight_of_norm = self.bench.random((t, n), "bfloat16", 3.0), self.bench.random((n,), "float32")
+                scaled = torch.full_like(y, float("nan"))
+                squares = torch.full((t, n // 16), float("nan"), device="cuda")
+                for out in (again, y):
+                    self.function(name)(x, *buffers, residual, weight_of_norm, out, scaled, squares)
+                z = z + residual.double()
+                sums = y.double().square().reshape(t, -1, 16).sum(-1)
+                extra = bool(torch.equal(scaled, (y.float() * weight_of_norm).bfloat16())) \
+                    and bool(((squares.double() - sums).abs() <= 1e-6 * sums).all())
+            else:
+                squares = torch.rand((t, k // 16), device="cuda", generator=self.bench.generator) * 40
+                for out in (again, y):
+                    self.function(name)(x, *buffers, squares, out)
+                z = z / (squares.double().sum(-1, keepdim=True) / k + EPSILON).sqrt()
+                if swiglu:
+                    pairs = z.reshape(t, n // 16, 2, 8)
+                    gate, up = pairs[:, :, 0].reshape(t, width), pairs[:, :, 1].reshape(t, width)
+                    z = gate * torch.sigmoid(gate) * up
+                extra = True
+            error = float((y.double() - z).norm() / z.norm())
+            self.result["checks"].append({"name": name, "t": t, "error": error, "ok": error < 4e-3 and extra,
+                                          "same_again": bool(torch.equal(y, again))})
+
+    # times
+
+    def chain(self, model: str, weight: str | None, rows: int, roles: dict[str, str], choice: dict[str, Config],
+              layers: list[dict[str, list[Any]]], state: dict[str, Any]) -> tuple[float, Any]:
+        """(microseconds per layer, the last residual stream)."""
+        torch, h = self.torch, LINEARS[f"{model}.o"][0]
+        run = {part: self.function(name_of(part, model, weight, choice[part], roles[part])) for part in PARTS}
+        folded = roles["o"] != "plain"
+        norm, g = self.function(f"norm_{h}"), state["g"]
+        bf16 = partial(torch.empty, device="cuda", dtype=torch.bfloat16)
+        qkv, middle = bf16((rows, LINEARS[f"{model}.qkv"][0])), bf16((rows, LINEARS[f"{model}.down"][1]))
+        streams, y, product = [bf16((rows, h)) for _ in range(2)], bf16((rows, h)), bf16((rows, h))
+        squares = torch.empty((rows, h // 16), device="cuda")
+        calls: list[Any] = []
+
+        def reset() -> None:
+            streams[0].copy_(state["x"])
+            y.copy_(state["x"])
+            squares.fill_(16 * (1 - EPSILON))       # the first layer takes its input as it is
+
+        at = 0
+        for one in layers:
+            for first, second, into in (("qkv", "o", qkv), ("gate_up", "down", middle)):
+                middle_x = state["attention"] if first == "qkv" else middle
+                old, new = streams[at], streams[1 - at]
+                if folded:
+                    calls.append(partial(run[first], y, *one[first], squares, into))
+                    calls.append(partial(run[second], middle_x, *one[second], old, g, new, y, squares))
+                else:
+                    calls.append(partial(run[first], y, *one[first], into))
+                    calls.append(partial(run[second], middle_x, *one[second], product))
+                    calls.append(partial(norm, product, old, g, new, y))
+                at = 1 - at
+        reset()
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        end = streams[at].clone()
+        us = self.bench.time(calls, 21) * len(calls) / len(layers)
+        return us, end
+
+    def compare(self, model: str, weight: str | None) -> None:
+        torch = self.torch
+        shapes = {part: LINEARS[f"{model}.{part}"] for part in PARTS}
+        h = shapes["o"][0]
+        layers: list[dict[str, list[Any]]] = [{} for _ in range(LAYERS)]
+        for part, (n, k, swiglu) in shapes.items():
+            for layer in layers:                # every layer has numbers of its own
+                layer[part] = self.weights(n, k, weight, swiglu)[0][0]
+        mine: dict[str, Config] = {
+            part: (c[0], c[1], c[2], c[3], c[4]) for part, c in self.index["rules"][f"{model} {weight}"].items()}
+        size = sum(sum(b.numel() * b.element_size() for b in one) for one in layers[0].values())
+        for rows in (1, 8):
+            state = {"x": self.bench.random((rows, h), "bfloat16"), "attention": self.bench.random((rows, h), "bfloat16"),
+                     "g": self.bench.random((h,), "float32").abs() + 0.5}
+
+            def note(what: str, us: float, choice: dict[str, Config], error: float, rows: int = rows) -> None:
+                self.result["chains"].append({"model": model, "weight": weight or "bf16", "rows": rows, "what": what,
+                                              "us_per_layer": us, "tb_s": size / us / 1e6, "choice": choice, "error": error})
+                self.save()
+
+            plain = dict.fromkeys(PARTS, "plain")
+            self.chain(model, weight, rows, plain, mine, layers, state)
+            us, expected = self.chain(model, weight, rows, plain, mine, layers, state)
+            note("norms of their own", us, mine, 0.0 if bool(expected.isfinite().all()) else float("nan"))
+            choice, roles = dict(mine), dict.fromkeys(PARTS, "folded")
+            for _ in range(2):
+                best, end = self.chain(model, weight, rows, roles, choice, layers, state)
+                note("norms inside", best, mine, self.difference(end, expected))
+            if rows == 8:
+                continue
+            for part in PARTS:
+                for config in configs(shapes[part][1], weight):
+                    if time.time() > self.until:
+                        return
+                    tried = choice | {part: config}
+                    us, end = self.chain(model, weight, rows, roles, tried, layers, state)
+                    note(f"{part} {config}", us, tried, self.difference(end, expected))
+                    if us < best:
+                        best, choice = us, tried
+        torch.cuda.empty_cache()
+
+    def difference(self, got: Any, expected: Any) -> float:
+        return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+    def all(self) -> None:
+        for name, (n, k, weight, options) in self.index["checks"].items():
+            try:
+                self.check(name, n, k, weight, options)
+            except Exception as error:      # one broken kernel must not hide the others
+                self.result["failures"].append({"name": name, "error": f"{type(error).__name__}: {error}"[:400]})
+        self.save()
+        for model, weight in CHAINS:
+            if time.time() > self.until:
+                break
+            try:
+                self.compare(model, weight)
+            except Exception as error:
+                self.result["failures"].append({"name": f"{model} {weight}",
+                                                "error": f"{type(error).__name__}: {error}"[:400]})
+            self.save()
+
+
+def table(result: dict[str, Any]) -> None:
+    bad = [c for c in result["checks"] if not (c["ok"] and c["same_again"])]
+    print(f"{result['device']} {result['seconds']} s, ceilings {result['ceilings']}, {len(result['checks'])} checks, "
+          f"{len(bad)} bad, {len(result['failures'])} failures")
+    for entry in [*bad, *result["failures"]][:30]:
+        print("  BAD", entry)
+    best: dict[tuple[str, ...], float] = {}
+    for c in result["chains"]:
+        key = (c["model"], c["weight"], str(c["rows"]))
+        mark = "*" if c["us_per_layer"] < best.get(key, float("inf")) else " "
+        best[key] = min(best.get(key, float("inf")), c["us_per_layer"])
+        print(f" {mark} {c['model']} {c['weight']:5s} {c['rows']} rows {c['what']:34s} {c['us_per_layer']:7.2f} us a layer "
+              f"{c['tb_s']:5.2f} TB/s, differs by {c['error']:.1e}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["build", "run"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--limit", type=float, default=100, help="seconds")
+    options = parser.parse_args()
+    if options.command == "build":
+        build(options.folder)
+        return 0
+    run = Run(options.folder, options.out, options.limit)
+    run.all()
+    table(run.result)
+    return int(bool(run.result["failures"]) or any(not c["ok"] for c in run.result["checks"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
