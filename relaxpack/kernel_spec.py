@@ -156,7 +156,8 @@ class SamplingSpec:
     last, its position (-1: none yet), and from word FIRST_EDIT on the edits, float32 numbers that are added to the
     logits (-inf: a ban). The kernel counts the drawn token; where it finds that a token was drawn for the same position
     before (by a step whose result was dropped), it takes that one back. counts_row -1: none of this.
-    `allowed[mask_row]` (only where `constrained`; mask_row -1: everything) has one bit per token. The counter `tops` is for `top_logprobs`.
+    `allowed[mask_row]` (only where `constrained`; mask_row -1: everything) has one bit per token. The counter
+    `tops` is for top_logprobs.
 
     The draw depends on (seed_low, seed_high, position, logits of the row) alone. A row with NaN or +inf, or with nothing
     but -inf, gives token -1, one in which no token is allowed -2, both with logprob NaN. logprobs are those of the raw

@@ -6,22 +6,27 @@ gives the same text whatever else is in the step.
 from __future__ import annotations
 
 import random
+import re
+import string
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from relaxpack.dist.bundle import Bundle
 from relaxpack.errors import BundleError
 from relaxpack.relax_models.export import BuildLimits
+from relaxpack.runtime.cuda_executor import CudaExecutor
 from relaxpack.runtime.device_counts import DeviceCounts
 from relaxpack.runtime.engine import Engine
 from relaxpack.runtime.load import load_runner
 from relaxpack.runtime.request import Request
 from relaxpack.runtime.sampler import NOTHING_ALLOWED, SamplingState
-from relaxpack.runtime.sampling_params import SamplingParams
+from relaxpack.runtime.sampling_params import Grammar, SamplingParams
+from relaxpack.runtime.structured import GrammarCompiler
 from tests.helpers import sampling_requests
 from tests.helpers.captured_model import CapturedModel, as_gpu, build, host_memory, runner, write_bundle
 from tests.helpers.sampling_requests import GREEDY, PENALTIES, check_counts, check_greedy
@@ -130,6 +135,24 @@ def test_a_seed_gives_the_same_text_alone_and_beside_anything(model: CapturedMod
     assert len({tuple(c.token_ids) for c in forked}) == 3, "outputs of one prompt differ"
     again = engine(model).generate([prompts(6)[5]], beside[-1])[0].choices
     assert [c.token_ids for c in again] == [c.token_ids for c in forked]
+
+
+def test_a_grammar_of_llguidance(model: CapturedModel) -> None:
+    """Its masks go to the device as the bits that the library wrote."""
+    pytest.importorskip("llguidance")
+    letters = string.ascii_letters + string.digits[:VOCAB - 1 - 52]
+    words = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)} | {"<end>": VOCAB - 1}, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words.decoder = decoders.ByteLevel()
+    words.add_special_tokens(["<end>"])
+    compiler = GrammarCompiler(words.to_str(), VOCAB, [VOCAB - 1])
+    made, _ = runner(model)
+    drawn = Engine(made, executor=CudaExecutor(made), end_token_ids=(VOCAB - 1,), make_constraint=compiler)
+    params = [SamplingParams(temperature=2.0, seed=i, max_tokens=12, grammar=Grammar("regex", "(ab|Ba)c{2,5}[0-9]?"))
+              for i in range(3)]
+    answers = [output.choices[0].token_ids for output in drawn.generate(prompts(3), params)]
+    texts = ["".join(letters[t] for t in answer if t < VOCAB - 1) for answer in answers]
+    assert all(re.fullmatch("(ab|Ba)c{2,5}[0-9]?", text) for text in texts) and len(set(texts)) > 1, texts
 
 
 def test_asking_for_logprobs_changes_no_token(model: CapturedModel) -> None:
