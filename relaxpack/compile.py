@@ -169,7 +169,7 @@ def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
     _prepare_dump(dump)
     _check_linker()
     specs = target_specs(target)
-    machines = _machines(gpu, specs, databases)
+    machines = named_machines(gpu, specs, databases)
     seconds: dict[str, float] = {}
 
     @contextmanager
@@ -273,7 +273,7 @@ def _target_report(one: _Built, manifest: Manifest) -> TargetReport:
                         sum(one.stored.values()), dict(one.entry.kernels))
 
 
-def _machines(gpu: str | None, specs: Sequence[TargetSpec], databases: Sequence[str]) -> Mapping[str, Facts]:
+def named_machines(gpu: str | None, specs: Sequence[TargetSpec], databases: Sequence[str]) -> Mapping[str, Facts]:
     if gpu is None:
         return {}
     from relaxpack.tuning.named_gpu import facts_of_gpu

@@ -1,6 +1,7 @@
 """Compile models for a GPU without their weights: OUT/NAME.so and OUT/NAME.json (parameters, model info, buckets).
 
     python benchmarks/gpu/build_models.py OUT --model llama-3.2-1b [--weights bf16|q4_1|q8_0] [--target cuda:sm_90a]
+        [--db seed --gpu "NVIDIA H200"]        # tuned: OUT/NAME-tuned.so
 
 Runs on a machine without a GPU; `run_models.py` makes weights from a seed on the GPU machine and measures.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 from models import MODELS
 
-from relaxpack.compile import kernel_provider, pipeline_config
+from relaxpack.compile import kernel_provider, named_machines, pipeline_config, records_for
 from relaxpack.lowering import Lowered, lower_model
 from relaxpack.model_info import ModelInfo
 from relaxpack.recipe import to_json
@@ -59,6 +60,8 @@ def main() -> None:
     parser.add_argument("--max-context", type=int, default=16384)
     parser.add_argument("--max-batch", type=int, default=128)
     parser.add_argument("--prefill-chunk", type=int, default=8192)
+    parser.add_argument("--db", action="append", default=[], help="tuning records, as for relaxpack build")
+    parser.add_argument("--gpu", help="whose records")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick check")
     args = parser.parse_args()
     config = MODELS[args.model]
@@ -69,10 +72,12 @@ def main() -> None:
     target = parse_target(args.target)
     limits = BuildLimits(args.max_context, args.max_batch, args.prefill_chunk)
     start = time.perf_counter()
-    lowered = lower_model(config, limits, target, kernel_provider(target), _OneFormat(args.weights), "bfloat16",
-                          "bfloat16", pipeline_config(target, limits),
-                          progress=lambda phase: print(f"{time.perf_counter() - start:7.1f} s {phase}", flush=True))
-    stem = args.out / f"{args.model}-{args.weights}"
+    machines = named_machines(args.gpu, [target], args.db)
+    with records_for(args.db, target, machines.get(target.name)) as records:
+        lowered = lower_model(config, limits, target, kernel_provider(target, records, limits), _OneFormat(args.weights),
+                              "bfloat16", "bfloat16", pipeline_config(target, limits), records=records,
+                              progress=lambda phase: print(f"{time.perf_counter() - start:7.1f} s {phase}", flush=True))
+    stem = args.out / f"{args.model}-{args.weights}{'-tuned' if args.db else ''}"
     args.out.mkdir(parents=True, exist_ok=True)
     lowered.executable.export_library(f"{stem}.so")
     info = ModelInfo(args.model, config.architecture, config.num_layers, config.hidden_size, config.num_heads,

@@ -163,6 +163,32 @@ def weak_gain(found: Sequence[dict[str, Any]], share: float = 0.8) -> tuple[floa
     return (geometric_mean(weak), len(weak)) if weak else (1.0, 0)
 
 
+def kind_of(row: dict[str, Any]) -> str:
+    """What a row of the table is counted under."""
+    name, _, bucket = row["task"].partition("@")
+    if "norm" in name:
+        return "RMSNorm"
+    if "attention" in name:
+        return "decode attention"
+    span = next(text for most, text in ((8, "1 to 8"), (64, "16 to 64"), (512, "128 to 512"), (1 << 31, "more"))
+                if int(bucket) <= most)
+    weight = name.split(".")[2] if name.count(".") == 2 else "bf16"
+    return f"matmul {weight}, {span} rows"
+
+
+def summary(found: Sequence[dict[str, Any]]) -> str:
+    """Markdown: by kind, how many cases there are, how many are tuned, and the gains."""
+    lines = ["| kernels | cases | tuned | gain of those | below 80 % of the roofline | their gain |",
+             "| --- | --- | --- | --- | --- | --- |"]
+    for kind in dict.fromkeys(map(kind_of, found)):
+        own = [row for row in found if kind_of(row) == kind]
+        better = [row["gain"] for row in own if row["improved"]]
+        gain, count = weak_gain(own)
+        lines.append(f"| {kind} | {len(own)} | {len(better)} | {geometric_mean(better):.2f}x | {count} | {gain:.2f}x |"
+                     if better else f"| {kind} | {len(own)} | 0 | | {count} | {gain:.2f}x |")
+    return "\n".join(lines)
+
+
 def table(result: dict[str, Any]) -> str:
     found = rows(result)
     lines = ["| kernel | case | rule, us | tuned, us | torch, us | roofline, us | rule's share | gain in a step | choice |",
@@ -174,5 +200,6 @@ def table(result: dict[str, Any]) -> str:
                      f"{row['roofline_us']:.2f} | {row['share']:.0%} | {row['gain']:.2f}x | {choice} |")
     gain, count = weak_gain(found)
     slowest = min((row["gain"] for row in found), default=1.0)
-    return "\n".join([*lines, "", f"{count} cases below 80 % of the roofline: {gain:.2f}x in the geometric mean; the least "
-                                  f"gain of all {len(found)}: {slowest:.2f}x"])
+    last = (f"{count} cases below 80 % of the roofline: {gain:.2f}x in the geometric mean; the least gain of all "
+            f"{len(found)}: {slowest:.2f}x")
+    return "\n".join([*lines, "", summary(found), "", last])

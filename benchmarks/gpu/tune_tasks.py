@@ -10,13 +10,12 @@ import lzma
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.matmul_variants import LINEARS
 from relaxpack.kernel_spec import AttentionSpec, Kernel, LinearSpec, NormSpec
-from relaxpack.schedules.kernels.cuda.provider import CudaKernels
+from relaxpack.schedules.tuning.cuda_linear_spaces import default_choice
 from relaxpack.target import parse_target
 from relaxpack.tuning.candidates import families_for
 from relaxpack.tuning_record import canonical
@@ -60,10 +59,9 @@ def jobs() -> list[Job]:
     found += [linear_job(f"{model}.{part}", rows) for rows in ROWS[:-1] for model in ("1b", "7b") for part in parts]
     found += [norm_job(model, residual) for model in ("1b", "7b") for residual in (True, False)]
     found += [attention_job(model, bucket) for bucket in ATTENTION_CASES for model in ("1b", "7b")]
-    found += [linear_job(f"{model}.head", rows) for rows in (1, 8) for model in ("8b", "1b")]
     found += [linear_job(f"{model}.{part}", rows) for rows in MORE_ROWS for model in ("8b", "1b", "7b") for part in parts]
-    found += [linear_job(f"8b.{part}", rows, weight) for weight in ("q4_1", "q4_0", "q8_0", "fp8")
-              for rows in ((2, 4, 32, 64) if weight == "q4_1" else (1, 8, 16)) for part in parts]
+    found += [linear_job(f"8b.{part}", rows, "q4_1") for rows in (2, 4, 32, 64) for part in parts]
+    found += [linear_job(f"8b.{part}", rows, weight) for weight in ("q8_0", "fp8") for rows in (1, 8, 16) for part in parts]
     return found
 
 
@@ -79,14 +77,12 @@ def linear_job(linear: str, rows: int, weight: str = "bf16") -> Job:
     """Where a build folds the norms into its matmuls, the kernel with the norm is measured, among those that can have it;
     else the plain one beside a norm."""
     spec, before = linear_spec(linear, rows, weight), linear.partition(".")[2] in ("qkv", "gate_up", "head")
-    folds = hasattr(spec, "without_norm")
-    if folds:
-        folded = replace(spec, norm_epsilon=1e-5) if before else replace(spec, residual=True, prepares_norm=True)
-        folds = kernels().folds_norm(folded)
-        spec = folded if folds else spec
+    folded = replace(spec, norm_epsilon=1e-5) if before else replace(spec, residual=True, prepares_norm=True)
+    folds = default_choice(spec)["family"].startswith("gemm_rows")     # what `folds_norm` asks, without making kernels
+    spec = folded if folds else spec
     case = {"kind": "linear", "rows": rows, "n": spec.out_features, "k": spec.in_features, "weight": weight,
             "swiglu": spec.gated, "bias": spec.bias, "out_dtype": spec.out_dtype,
-            "norm_epsilon": getattr(spec, "norm_epsilon", None), "prepares_norm": getattr(spec, "prepares_norm", False)}
+            "norm_epsilon": spec.norm_epsilon, "prepares_norm": spec.prepares_norm}
     neighbour = NormSpec(HIDDEN[linear[:2]], 1e-5, "bfloat16", False) if rows <= BESIDE_ROWS and not folds else None
     name = f"{linear}@{rows}" if weight == "bf16" else f"{linear}.{weight}@{rows}"
     return Job(name, "cuda.linear", spec, rows, [case], neighbour, before,
@@ -101,11 +97,9 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
         least = min(rows / 2 if rows >= 32 else rows, 64)
         return rows > 8 and choice["columns"] >= least and spread and (choice["share"] == 1 or rows > 64)
     if family == "gemm_rows":
-        warps, unroll = choice["warps"], choice["unroll"]
         if rows > 8:       # its loads need the L1 cache, and gemm_few, which the others are, leaves it none in a step
             return False
-        few = {(4, 4), (8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4), (32, 1), (32, 2)}
-        return (warps, unroll) in few or (spec.out_features > 8192 and warps <= 4)
+        return choice["warps"] >= 4 or spec.out_features > 8192
     if family == "gemm_few_quant":
         return rows > 8 and (choice["split"] in (1, 2, 4, 8))
     if family == "gemm_rows_quant":
@@ -115,11 +109,6 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
     if family == "gemm_many":
         return rows < 1024 or (bool(choice.get("skew")) and (choice["cluster"] == 1 or "group_m" not in choice))
     return choice.get("algorithm", 0) < (6 if rows >= 64 else 3)
-
-
-@cache
-def kernels() -> CudaKernels:
-    return CudaKernels(parse_target(TARGET))
 
 
 def norm_job(model: str, residual: bool) -> Job:
@@ -165,18 +154,20 @@ def prepare(folder: Path, chosen: Sequence[Job], cache: Path | None = None) -> N
         stages = []
         for number, stage in enumerate(kernel.stages):
             name = "k_" + hashlib.sha256(canonical([key, number]).encode()).hexdigest()[:12]
-            funcs.setdefault(name, stage.func)          # one kernel may be a candidate for several row counts
+            funcs.setdefault(name, stage.func)
             stages.append({"function": name, "arguments": [*stage.inputs, *stage.outputs]})
         return {"stages": stages, "temporaries": {name: [list(shape), dtype]
                                                   for name, (shape, dtype) in kernel.temporaries.items()}}
 
+    compiler, made = dict(compiler_fingerprint("cuda")), dict[str, dict[str, Any]]()
     for number, job in enumerate(chosen):
         family, found = families[job.family], []
         for choice in candidates(job):
-            kernel = family.make(job.spec, choice)
             spec = replace(job.spec, max_rows=None) if isinstance(job.spec, LinearSpec) else job.spec
-            key = [job.family, asdict(spec), choice, [stage.name for stage in kernel.stages]]
-            found.append({"choice": choice, **entry(kernel, key)})
+            key = canonical([job.family, asdict(spec), choice])         # one kernel for several row counts
+            if key not in made:
+                made[key] = entry(family.make(job.spec, choice), key)
+            found.append({"choice": choice, **made[key]})
         task = {"name": job.name, "bucket": job.bucket, "cases": list(job.cases), "candidates": found,
                 "workload": asdict(family.workload(job.spec, _label(job)))}
         if job.beside is not None:
@@ -186,7 +177,7 @@ def prepare(folder: Path, chosen: Sequence[Job], cache: Path | None = None) -> N
         if isinstance(job.spec, LinearSpec) and job.spec.weight.quantized:
             from relaxpack.schedules.kernels.cuda.linear import unpacked
 
-            plain = job.spec.without_norm() if hasattr(job.spec, "without_norm") else job.spec
+            plain = job.spec.without_norm()
             task["unpack"] = entry(unpacked(plain, True), ["unpack", asdict(replace(plain, max_rows=None))])
             task["unpack"]["stages"] = task["unpack"]["stages"][:1]
         tasks.append(task)
@@ -201,8 +192,8 @@ def prepare(folder: Path, chosen: Sequence[Job], cache: Path | None = None) -> N
                 libraries |= dict.fromkeys(part, _library(part, folder, cache))
         print(f"{number + 1}/{len(chosen)} {job.name}: {len(found)} candidates, {len(libraries)} kernels so far, "
               f"{time.perf_counter() - start:.0f} s", flush=True)
-    index = {"tasks": tasks, "libraries": libraries, "compiler": dict(compiler_fingerprint("cuda"))}
-    (folder / f"{INDEX}.xz").write_bytes(lzma.compress(json.dumps(index).encode()))
+        index = {"tasks": tasks, "libraries": libraries, "compiler": compiler}      # after each job: the folder is of use
+        (folder / f"{INDEX}.xz").write_bytes(lzma.compress(json.dumps(index).encode(), preset=1))
     size = sum(path.stat().st_size for path in folder.iterdir())
     count = sum(len(task["candidates"]) for task in tasks)
     print(f"{len(tasks)} tasks, {count} candidates, {len(libraries)} kernels, {size / 1e6:.1f} MB")

@@ -24,7 +24,7 @@ Choice = dict[str, Any]
 ALGORITHMS = 6                   # of a library's ranking that are tried
 _CLUSTERS = {2: 66, 3: 39}      # clusters of so many blocks that are on an H200 at once, a block to each multiprocessor
 _TILE_START = 24                # what a tile costs beside its columns, in columns
-_REGISTERS_OF_WEIGHTS = 64       # a thread may hold while its loads are under way, in blocks of 512 threads; else twice that
+_REGISTERS, _OTHER_REGISTERS = 65536, 32    # of a multiprocessor; what a thread needs beside the weights it loads
 
 
 def linear_family(arch: str) -> KernelFamily:
@@ -66,7 +66,7 @@ def linear_space(spec: LinearSpec, convert: bool = False) -> Space:
     if spec.weight.quantized:
         found += _quantized(spec)
     elif rows <= 16:
-        found += ({"family": "gemm_rows", **one} for one in _rows_tilings(n, k, rows))
+        found += ({"family": "gemm_rows", **one} for one in _rows_tilings(k, rows))
     if not spec.weight.quantized or rows > linear.UNPACK_ROWS // 2:
         if rows <= 256:
             found += ({"family": "gemm_few", **one} for one in _few_tilings(n, k, rows))
@@ -88,23 +88,24 @@ def default_choice(spec: LinearSpec) -> Parameters:
     return {"family": name, **options}
 
 
-def _warps_and_unroll(chunks: int, strips: int, words: int, sets: int = 1) -> Iterator[tuple[int, int]]:
-    """(warps of a block, chunks of 64 in flight): no more than there is of K, and registers for what is loaded. `words`: of
-    a chunk and strip; `sets`: rounds under way at once."""
-    for warps in (2, 4, 8, 16, 32):
-        for unroll in (1, 2, 4, 8):
-            held, most = sets * unroll * strips * words, _REGISTERS_OF_WEIGHTS * 16 // max(8, warps)
-            if warps * unroll <= max(chunks, 2) and held <= most:
-                yield warps, unroll
+def _loads(chunks: int, words: int, threads: Sequence[int]) -> Iterator[Choice]:
+    """How a block of the kernels for few rows takes the chunks of K: warps, chunks in flight, whether it loads a round
+    ahead, and how many blocks must fit a multiprocessor. `words`: registers of a chunk; `threads`: of a multiprocessor,
+    which bounds the registers of each. No more in flight than there is of K, and than registers hold."""
+    for ahead in (False, True):
+        for warps in (2, 4, 8, 16, 32):
+            for unroll in (1, 2, 4, 8):
+                for count in threads:
+                    blocks, flying = count // 32 // warps, (1 + ahead) * unroll
+                    fits = flying * words <= _REGISTERS // count - _OTHER_REGISTERS
+                    if blocks and fits and warps * flying <= max(chunks, 2):
+                        yield {"warps": warps, "unroll": unroll, **({"ahead": True} if ahead else {}),
+                               "blocks_per_sm": blocks}
 
 
-def _rows_tilings(n: int, k: int, rows: int) -> Iterator[Choice]:
-    """`strips` 1 is left out, as the rule's choices leave it: it is the kernel's own default."""
-    for strips in (1, 2) if n >= 2048 else (1,):
-        for warps, unroll in _warps_and_unroll(-(-k // 64), strips, 16):
-            if strips == 1 or (warps <= 8 and unroll <= 2):
-                yield {"columns": 8 if rows <= 8 else 16, "warps": warps, "unroll": unroll,
-                       **({"strips": strips} if strips > 1 else {})}
+def _rows_tilings(k: int, rows: int) -> Iterator[Choice]:
+    for one in _loads(-(-k // 64), 16, (512, 1024)):
+        yield {"columns": 8 if rows <= 8 else 16, **one}
 
 
 def _few_tilings(n: int, k: int, rows: int) -> Iterator[Choice]:
@@ -161,12 +162,8 @@ def _quantized(spec: LinearSpec) -> Iterator[Choice]:
     n, k, rows, weight = spec.out_features, spec.in_features, spec.max_rows, spec.weight
     chunks, words = -(-k // 64), 4 if weight.bits == 4 else 8
     if rows <= 16 or weight.group_size == 16:
-        columns = 8 if rows <= 8 else 16
-        for ahead in (False, True):
-            for warps, unroll in _warps_and_unroll(chunks, 1, words, 1 + ahead):
-                if warps >= 4:
-                    yield {"family": "gemm_rows_quant", "columns": columns, "warps": warps, "unroll": unroll,
-                           **({"ahead": True} if ahead else {})}
+        for one in _loads(chunks, words, (512, 1024)):
+            yield {"family": "gemm_rows_quant", "columns": 8 if rows <= 8 else 16, **one}
     if weight.group_size == 16 or rows > linear.UNPACK_ROWS:
         return
     for strips in (1, 2):

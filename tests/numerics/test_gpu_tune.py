@@ -148,6 +148,7 @@ def test_the_table_says_how_far_the_rule_is_from_the_roofline() -> None:
     kept = condensed({**result, "cublaslt": "13.1"})
     assert [row["gain"] for row in kept["rows"]] == [pytest.approx(first["gain"], abs=1e-3), 1.0]
     assert kept["tasks"][JOB.name]["timed"] == 8 and kept["below_80_percent"]["cases"] == 2
+    assert "| matmul bf16, 16 to 64 rows | 2 | 1 | 1.96x | 2 | 1.40x |" in table(result)
     assert "the rule |" in table(result) and "2 cases below 80 % of the roofline" in table(result)
 
 
@@ -265,6 +266,9 @@ def test_a_hanging_process_is_killed(child: Path, tmp_path: Path, monkeypatch: p
 def test_every_job_has_the_rules_choice_first_and_others() -> None:
     jobs = tune_tasks.jobs()
     assert len({job.name for job in jobs}) == len(jobs)
+    for spec, folds in ((jobs[0].spec, True), (tune_tasks.linear_job("8b.down", 8, "q4_1").spec, True), (JOB.spec, False)):
+        assert (spec.prepares_norm or spec.norm_epsilon is not None) == folds
+        assert CudaKernels(HOPPER).folds_norm(spec if folds else replace(spec, norm_epsilon=1e-5)) == folds
     for job in jobs:
         found = tune_tasks.candidates(job)
         assert len(found) >= 2, job.name

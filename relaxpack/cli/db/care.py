@@ -22,7 +22,8 @@ from relaxpack.tuning_record import TuningRecord, Verdict, digest
 def verify(location: str | None, no_time: bool, as_json: bool, here: bool, **filters: Any) -> int:
     """Build this machine's records, check their numbers, and measure them again. What fails or is not reproduced is marked
     and never used; what was imported, or made by another compiler version, is added anew where it holds. Records of other
-    targets are left alone. Exits with 8 where one had to be marked.
+    targets are left alone, and so are those of GPUs, which benchmarks/gpu/tune.py measures. Exits with 8 where one had to be
+    marked.
 
     \b
     Examples:
@@ -32,7 +33,7 @@ def verify(location: str | None, no_time: bool, as_json: bool, here: bool, **fil
     from relaxpack.tuning.verify import verify as judge
 
     machine = this_machine()
-    targets = {digest(target) for target, _ in machine.targets}
+    targets = {digest(target) for target, _ in machine.targets if target["kind"] == "cpu"}
     done: list[tuple[TuningRecord, Verdict]] = []
     with open_store(location) as store:
         everything = list(store.all())
@@ -59,7 +60,8 @@ def verify(location: str | None, no_time: bool, as_json: bool, here: bool, **fil
              "renewed": verdict.renewed and verdict.renewed.id} for record, verdict in done]})
     else:
         click.echo(f"{store.location}: {len(done)} verified, {len(marked)} marked, "
-                   f"{len(found) - len(mine)} left alone (of other targets, failed before, or measured anew before)")
+                   f"{len(found) - len(mine)} left alone (of GPUs or other targets, failed before, or measured anew "
+                   "before)")
     return TuningError.exit_code if marked else 0
 
 

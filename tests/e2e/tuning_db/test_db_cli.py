@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from relaxpack.cli import run
-from relaxpack.cli.db.common import this_machine
+from relaxpack.cli.db.common import Here, this_machine
 from relaxpack.dist.host import cuda_driver
 from relaxpack.dist.tuning.records_file import decode
 from relaxpack.dist.tuning.store import open_store
 from relaxpack.tuning_record import Check, TuningRecord, Verdict
-from tests.helpers.tuning_records import BROKEN_TRACE, SM_80, SM_90, record, traced
+from tests.helpers.tuning_records import BROKEN_TRACE, COMPILER, SM_80, SM_90, record, traced
 
 
 class Cli:
@@ -222,6 +222,18 @@ def test_verify_marks_renews_and_leaves_alone(db: Cli, records: dict[str, Tuning
     assert db.code == 0 and "3 verified, 0 marked, 5 left alone" in text
     assert {record_id for record_id, retime in asked if retime} == {
         records["beaten"].id, records["trace"].id, answer.id}         # neither the failed one nor the one measured anew
+
+
+def test_verify_leaves_the_records_of_a_gpu_alone_even_on_its_machine(db: Cli, monkeypatch: pytest.MonkeyPatch,
+                                                                     tmp_path: Path) -> None:
+    one = record(target=SM_90, compiler={**COMPILER, "cuda": "13.0"})
+    where = str(tmp_path / "gpu.sqlite")
+    with open_store(where) as store:
+        store.add(one)
+    monkeypatch.setattr("relaxpack.cli.db.care.this_machine", lambda: Here(((one.target, one.compiler),)))
+    assert "0 verified, 0 marked, 1 left alone (of GPUs" in db("verify", "--db", where) and db.code == 0
+    with open_store(where) as store:
+        assert store.get(one.id).status == "good"
 
 
 def test_pull_marks_a_trace_that_does_not_load(db: Cli, tmp_path: Path, records: dict[str, TuningRecord],
