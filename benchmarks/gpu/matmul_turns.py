@@ -36,17 +36,30 @@ STUCK = 25.0                                                # seconds without pr
 
 # ---- candidates ----
 
+def few_candidates(n: int, k: int, rows: int) -> Iterator[dict[str, Any]]:
+    """gemm_few with the most and the second most pieces of K that one wave of clusters has room for."""
+    from relaxpack.schedules.kernels.cuda.linear import CLUSTERS
+
+    columns = min(-(-rows // 8) * 8, 64)
+    for consumers in (1, 2) if rows <= 64 else (1,):
+        strips = -(-n // (64 * consumers)) * -(-rows // columns)
+        splits = [split for split in range(1, 7) if strips <= CLUSTERS[split] and k // 64 // split >= 4]
+        for split in splits[-2:]:
+            yield {"family": "few", "columns": columns, "consumers": consumers, "split": split, "share": 1,
+                   "blocks_per_sm": 1}
+
+
 def candidates(linear: str, rows: int) -> Iterator[dict[str, Any]]:
     """What the rule takes first, then the width and split that its estimate puts next if they are close, longer walks for
-    many rows, and for few rows the other number of pieces of K."""
+    many rows, and for few rows strips of 64 and 128 weight rows."""
     from relaxpack.schedules.kernels.cuda.linear import TILE_WIDTHS, hopper_plan, many_estimate
 
     n, k, _ = LINEARS[linear]
     family, options = hopper_plan(n, k, rows, False)
     yield {"family": family.removeprefix("gemm_"), **options}
+    if rows <= 128:
+        yield from few_candidates(n, k, rows)
     if rows < 128:
-        if options["split"] > 1:
-            yield {"family": "few", **options, "split": options["split"] - 1}
         return
     ranked = sorted((many_estimate(n, k, rows, width, split), width, split)
                     for width in TILE_WIDTHS for split in (1, 2, 3, 4)
@@ -74,7 +87,7 @@ def items() -> list[dict[str, Any]]:
     found = []
     linears = [name for name in LINEARS if not name.endswith("head")]
     for linear in linears:
-        few = (16, 64) if linear.startswith("7b") and not LINEARS[linear][2] else ()
+        few = () if LINEARS[linear][2] else (16, 64)
         for rows in (*few, 128, 256, 512, 1024, 2048, 4096, 8192):
             found.append({"linear": linear, "rows": rows, "extra": "", "options": list(candidates(linear, rows))})
             if rows in (128, 512, 2048, 4096) and linear.split(".")[1] != "qkv":

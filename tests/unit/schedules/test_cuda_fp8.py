@@ -74,7 +74,7 @@ def test_rules_choose_by_rows(arch):
 
     assert source(1) == source(8) == "rule:cuda.gemm_rows_quant"
     assert source(16) == source(64) == "rule:cuda.gemm_few_quant"
-    assert source(128) == f"rule:cuda.dequantize+{'gemm_few' if arch == 'sm_90a' else 'gemm_tiles'}"
+    assert source(128) == f"rule:cuda.dequantize+{'gemm_many' if arch == 'sm_90a' else 'gemm_tiles'}"
     assert source(None, "prefill").startswith("rule:cuda.dequantize+gemm_any")
 
 
