@@ -55,6 +55,8 @@ RULES: list[tuple[str, Any]] = [
     (r"st\.shared::cluster\.v[24]\.f32", lambda o, i, m: (
         f"{{ unsigned char* p = emu::remote({i[0]}, {4 * len(i[1:])}); "
         + "".join(f"memcpy(p + {4 * k}, &{v}, 4); " for k, v in enumerate(i[1:])) + "}")),
+    (r"ld\.shared\.v[24]\.f32", lambda o, i, m: "".join(
+        f"memcpy(&{v}, emu::smem + {i[0]} + {4 * k}, 4);" for k, v in enumerate(o))),
     (r"barrier\.cluster\.arrive\S*", lambda o, i, m: "emu::cluster_arrive();"),
     (r"barrier\.cluster\.wait\S*", lambda o, i, m: "emu::cluster_wait();"),
     (r"bar\.sync", lambda o, i, m: f"emu::named_sync({i[0]}, {i[1]});"),

@@ -69,7 +69,10 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
     PAIRS, PLAIN, WORDS = R // 4, (D - R) // 2, D // 2               # words of the new key: rotated pairs, others, all
     EP, EL, EV = -(-PAIRS // 32), -(-PLAIN // 32), -(-WORDS // 32)   # of each, a lane's share
     SOURCES, PER_BLOCK, GP = C * WARPS, units(spec, tuning), G + G % 2
-    ITEMS = PER_BLOCK * G * 8                                        # results of a block
+    ITEMS = PER_BLOCK * GP * 4                                       # pairs of results that a block merges
+    PARTS = 1                                                        # threads that share one
+    while PARTS * 2 <= min(32, SOURCES) and ITEMS * PARTS * 2 <= THREADS and SOURCES % (PARTS * 2) == 0:
+        PARTS *= 2
     PACK = pack(kv)
     assert act == kv and tile.ahead
 
@@ -153,8 +156,8 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
                                        qkv.ptr_to([row, (H + KV + kv_head) * D + (lane + 32 * e) * 2]))
 
     @T.inline
-    def store_new(words, x, cos, sin, fresh, pages, k_norm, layer, slot, kv_head, lane):
-        """Rotates the new key; key and value go to `fresh` and to their slot of the pages."""
+    def rotate_new(words, x, cos, sin, fresh, k_norm, lane):
+        """Rotates the new key; key and value go to `fresh`."""
         total: T.float32
         if NORM:
             total = T.float32(0)
@@ -190,6 +193,9 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
             if lane + 32 * e < WORDS:
                 fresh[1, lane + 32 * e] = words[2 * EP + EL + e]
         T.cuda.warp_sync()
+
+    @T.inline
+    def append(fresh, pages, layer, slot, kv_head, lane):
         for j in T.unroll(2):
             for e in T.unroll(EV):
                 if lane + 32 * e < WORDS:
@@ -226,28 +232,51 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
 
     @T.inline
     def merge(inbox, stats, y, row, kv_head, member, tx):
-        peak: T.float32
-        sum: T.float32
-        value: T.float32
+        """A thread has every PARTS-th warp's part of one element of two heads; neighbours add theirs."""
+        peak = T.alloc_buffer((2,), "float32", scope="local")
+        sum = T.alloc_buffer((2,), "float32", scope="local")
+        value = T.alloc_buffer((2,), "float32", scope="local")
+        stat = T.alloc_buffer((4,), "float32", scope="local")        # maximum and sum of both heads
+        sent = T.alloc_buffer((2,), "float32", scope="local")
         factor: T.float32
-        for i in T.unroll((ITEMS + THREADS - 1) // THREADS):
-            item = T.meta_var(tx + i * THREADS)
-            head = T.meta_var(item // 8 % G)
-            unit = T.meta_var(item // (8 * G))
-            if T.And(item < ITEMS, member * PER_BLOCK + unit < UNITS):
-                peak = T.float32(NEG_BIG)
-                for s in T.unroll(SOURCES):
-                    peak = T.max(peak, stats[s, head // 2, head % 2])
-                sum = T.float32(0)
-                value = T.float32(0)
-                for s in T.unroll(SOURCES):
-                    T.ptx[EXP2](factor, stats[s, head // 2, head % 2] - peak)
-                    sum = sum + factor * stats[s, head // 2, 2 + head % 2]
-                    # a warp without keys has a sum of 0 and has sent nothing else
-                    value = value + factor * T.if_then_else(stats[s, head // 2, 2 + head % 2] == T.float32(0), T.float32(0),
-                                                            inbox[s, unit, item % 8, head])
-                y[row, (kv_head * G + head) * D + (member * PER_BLOCK + unit) * 8 + item % 8] = T.Cast(
-                    act, T.if_then_else(sum == T.float32(0), T.float32(0), value / sum))
+        for i in T.unroll((ITEMS * PARTS + THREADS - 1) // THREADS):
+            item = T.meta_var(tx // PARTS + i * (THREADS // PARTS))
+            pair = T.meta_var(item // 8 % (GP // 2))
+            unit = T.meta_var(item // (4 * GP))
+            live = T.meta_var(T.And(item < ITEMS, member * PER_BLOCK + unit < UNITS))
+            for j in T.unroll(2):
+                peak[j] = T.float32(NEG_BIG)
+                sum[j] = T.float32(0)
+                value[j] = T.float32(0)
+            if live:
+                for s in T.unroll(SOURCES // PARTS):
+                    T.ptx["ld.shared.v4.f32"](stat[0], stat[1], stat[2], stat[3],
+                                              stats.ptr_to([s * PARTS + tx % PARTS, pair, 0]))
+                    for j in T.unroll(2):
+                        peak[j] = T.max(peak[j], stat[j])
+            for k in T.unroll(PARTS.bit_length() - 1):
+                for j in T.unroll(2):
+                    peak[j] = T.max(peak[j], shuffle_xor(peak[j], 1 << k))
+            if live:
+                for s in T.unroll(SOURCES // PARTS):
+                    T.ptx["ld.shared.v4.f32"](stat[0], stat[1], stat[2], stat[3],
+                                              stats.ptr_to([s * PARTS + tx % PARTS, pair, 0]))
+                    T.ptx["ld.shared.v2.f32"](sent[0], sent[1],
+                                              inbox.ptr_to([s * PARTS + tx % PARTS, unit, item % 8, pair * 2]))
+                    for j in T.unroll(2):
+                        T.ptx[EXP2](factor, stat[j] - peak[j])
+                        sum[j] = sum[j] + factor * stat[2 + j]
+                        # a warp without keys has a sum of 0 and has sent nothing else
+                        value[j] = value[j] + factor * T.if_then_else(stat[2 + j] == T.float32(0), T.float32(0), sent[j])
+            for k in T.unroll(PARTS.bit_length() - 1):
+                for j in T.unroll(2):
+                    sum[j] = sum[j] + shuffle_xor(sum[j], 1 << k)
+                    value[j] = value[j] + shuffle_xor(value[j], 1 << k)
+            if T.And(live, tx % PARTS == 0):
+                for j in T.unroll(2):
+                    if pair * 2 + j < G:
+                        y[row, (kv_head * G + pair * 2 + j) * D + (member * PER_BLOCK + unit) * 8 + item % 8] = T.Cast(
+                            act, T.if_then_else(sum[j] == T.float32(0), T.float32(0), value[j] / sum[j]))
 
     @T.inline
     def body(qkv, rope_table, positions, slots, q_norm, k_norm, layer, pages, page_table, lengths, y, group, member, tx):
@@ -320,7 +349,7 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
             load_new(words, qkv, row, kv_head, lane)
         load_queries(query, x, cos, sin, qkv, q_norm, row, kv_head, lane)
         if owner == 1:
-            store_new(words, x, new_cos, new_sin, fresh, pages, k_norm, layer, slot, kv_head, lane)
+            rotate_new(words, x, new_cos, new_sin, fresh, k_norm, lane)
         reset(acc, top, total)
         stage = 0
         attended = 0
@@ -350,6 +379,8 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
         T.ptx["barrier.cluster.wait"]()
         send(inbox, stats, acc, top, total, member * WARPS + warp, attended, lane)
         T.ptx["barrier.cluster.arrive.release"]()
+        if owner == 1:
+            append(fresh, pages, layer, slot, kv_head, lane)             # nobody waits for that
         T.ptx["barrier.cluster.wait.acquire"]()
         merge(inbox, stats, y, row, kv_head, member, tx)
 
