@@ -54,7 +54,7 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
         t = T.int64()
         p = T.int64()
         q = T.match_buffer(q_h, (t, H * D), act, align=16)
-        pages = T.match_buffer(pages_h, (L, p, 2, KV, PS, D), kv, align=16)
+        pages = T.match_buffer(pages_h, (T.int64(L), p, 2, KV, PS, D), kv, align=16)
         page_table = T.match_buffer(page_table_h, (t, MP), "int32")
         lengths = T.match_buffer(lengths_h, (t,), "int32")
         y = T.match_buffer(y_h, (t, H * D), act, align=16)

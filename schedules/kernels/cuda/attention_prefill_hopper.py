@@ -93,7 +93,7 @@ def function(spec: AttentionSpec, tuning: HopperTuning) -> Any:
         b = T.int64()
         p = T.int64()
         q = T.match_buffer(q_h, (t, H * D), act, align=16)
-        pages = T.match_buffer(pages_h, (L, p, 2, KV, PS, D), kv, align=16)
+        pages = T.match_buffer(pages_h, (T.int64(L), p, 2, KV, PS, D), kv, align=16)
         page_table = T.match_buffer(page_table_h, (b, MP), "int32")
         query_start = T.match_buffer(query_start_h, (b + 1,), "int32")
         lengths = T.match_buffer(lengths_h, (b,), "int32")

@@ -61,9 +61,11 @@ def can_fuse(spec: AttentionSpec, arch: str) -> bool:
             and DecodeTile(spec, 1).ahead)
 
 
-# (sequences x KV heads, at most) → cluster, warps, stages: measured best on an H200 (docs/kernels_cuda_attention.md)
-WIDE = {4: (16, 4, 3), 8: (8, 4, 4), 16: (4, 8, 2), 64: (2, 8, 2), 256: (2, 4, 3)}         # head_dim above 64
-NARROW = {4: (16, 4, 3), 8: (8, 8, 2), 16: (8, 4, 2), 32: (4, 4, 3), 256: (2, 4, 3)}
+# (sequences x KV heads, at most) → cluster, warps, stages, blocks on a multiprocessor: measured best on an H200
+# (docs/kernels_cuda_attention.md). The more pairs there are, the fewer blocks share one.
+WIDE = {4: (16, 4, 3, 1), 8: (8, 4, 4, 1), 16: (4, 8, 2, 1), 32: (4, 4, 2, 2), 64: (2, 4, 3, 1), 256: (2, 4, 2, 2)}
+NARROW = {4: (16, 4, 4, 1), 8: (8, 4, 4, 1), 16: (4, 4, 4, 1), 32: (4, 4, 3, 2), 64: (2, 4, 4, 1), 256: (2, 4, 3, 2)}
+MANY_ROWS = 8                      # beyond, matmuls are not gemm_rows and need no L1
 LARGEST_CLUSTER = {"sm_90": 16, "sm_90a": 16, "sm_100a": 16}                               # 8 is what every one allows
 
 
@@ -72,7 +74,12 @@ def fused_tuning(spec: AttentionSpec, rows: int, arch: str) -> FusedTuning | Non
     pairs, table = rows * spec.num_kv_heads, WIDE if spec.head_dim > 64 else NARROW
     if not can_fuse(spec, arch) or pairs > max(table):
         return None
-    cluster, most_warps, most_stages = table[min(limit for limit in table if pairs <= limit)]
-    cluster = min(cluster, LARGEST_CLUSTER.get(arch, 8))
-    fitting = (FusedTuning(cluster, warps, stages) for warps in (most_warps, 4, 2) for stages in range(most_stages, 1, -1))
-    return next((tuning for tuning in fitting if tuning.shared_bytes(spec) <= LIMITS[arch][0] * 1024), None)
+    cluster, most_warps, most_stages, blocks = table[min(limit for limit in table if pairs <= limit)]
+    if rows > MANY_ROWS and pairs > 64:
+        most_stages = 3
+    cluster, least, budget = min(cluster, LARGEST_CLUSTER.get(arch, 8)), 0, LIMITS[arch][0]
+    if rows <= MANY_ROWS and budget > 200:
+        least, budget = reserve(arch, blocks), 162
+    fitting = (FusedTuning(cluster, warps, stages, reserve=least)
+               for warps in (most_warps, 4, 2) for stages in range(most_stages, 1, -1))
+    return next((tuning for tuning in fitting if tuning.shared_bytes(spec) <= budget * 1024), None)

@@ -240,6 +240,14 @@ KERNELS = {
 }
 
 
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != "sample"])
+def test_pages_may_have_more_elements_than_32_bits_count(name: str) -> None:
+    """TVM compares a stride in the type of its extent: a layer of 2^31 elements needs that of the layers in 64 bits."""
+    func = KERNELS[name]("sm_90a").stages[0].func
+    (pages,) = [parameter for parameter in func.params if parameter.name == "pages"]
+    assert str(pages.ty.shape[0].ty.dtype) == "int64"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not harness.have_compiler(), reason="needs nvcc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120"])

@@ -179,6 +179,12 @@ def test_compiles_without_local_memory(arch: str) -> None:
         assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0, kernel
 
 
+def test_pages_may_have_more_elements_than_32_bits_count() -> None:
+    func = _stages(*KERNELS["8b"])[0].func
+    (pages,) = [parameter for parameter in func.params if parameter.name == "pages"]
+    assert str(pages.ty.shape[0].ty.dtype) == "int64"
+
+
 def test_what_no_such_kernel_serves() -> None:
     """Architectures without clusters, pages too small for whole copies, halves that are no multiple of 8."""
     s = spec(32, 8, 128)
