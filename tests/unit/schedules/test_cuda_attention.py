@@ -240,7 +240,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name != "sample"])
+@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith(("rope", "decode", "prefill"))])
 def test_pages_may_have_more_elements_than_32_bits_count(name: str) -> None:
     """TVM compares a stride in the type of its extent: a layer of 2^31 elements needs that of the layers in 64 bits."""
     func = KERNELS[name]("sm_90a").stages[0].func
