@@ -84,10 +84,12 @@ def check_greedy(device: Engine, host: Engine, plain: Engine, prompts: list[list
     assert any(a.choices[0].token_ids != b.choices[0].token_ids for a, b in zip(got, without, strict=True)), "no effect"
     assert device._ahead is not None
     assert (device._ahead.used > 0) is (name in AHEAD), "what can run ahead"
-    for one, other in zip(got, want, strict=True):
-        for a, b in zip(one.choices[0].logprobs or [], other.choices[0].logprobs or [], strict=True):
-            assert a.token_id == b.token_id and abs(a.logprob - b.logprob) < 1e-4
-            assert [t for t, _ in a.top] == [t for t, _ in b.top]
+    for i, (one, other) in enumerate(zip(got, want, strict=True)):
+        for place, (a, b) in enumerate(zip(one.choices[0].logprobs or [], other.choices[0].logprobs or [], strict=True)):
+            where = (i, place, a, b)
+            assert a.token_id == b.token_id and abs(a.logprob - b.logprob) < 1e-4, where
+            np.testing.assert_allclose([x for _, x in a.top], [x for _, x in b.top], atol=1e-4, err_msg=str(where))
+            assert [t for t, _ in a.top] == [t for t, _ in b.top], where
 
 
 def check_counts(made: Engine, sequence: Sequence) -> None:
