@@ -101,9 +101,10 @@ def few_tiling(n: int, k: int, rows: int) -> dict[str, int]:
 
 
 def many_tiling(n: int, k: int, rows: int, gated: bool) -> dict[str, int]:
-    """Columns of a tile and pieces of K with the least estimated time."""
+    """Columns of a tile and pieces of K with the least estimated time; a tie is for whole tiles."""
     rows, output = min(rows, 4096), 32 if gated else 16
-    found = [(many_estimate(n, k, rows, width, split), split, width) for width in TILE_WIDTHS for split in (1, 2, 3, 4)
+    found = [(many_estimate(n, k, rows, width, split) * (1.05 if split > 1 else 1), split, width)
+             for width in TILE_WIDTHS for split in (1, 2, 3, 4)
              if width % (output * split) == 0 and (split == 1 or k // 64 // split >= 4)]
     _, split, width = min(found)
     return {"tile_n": width, "cluster": 1, **({"split": split} if split > 1 else {})}
@@ -115,17 +116,21 @@ def many_estimate(n: int, k: int, rows: int, width: int, split: int) -> float:
     tiles = -(-rows // 128) * -(-n // width)
     waves = -(-tiles // CLUSTERS[split])
     product = k / 64 / split * (0.043 + 0.00264 * width)
-    memory = 2 * k * (n + rows) / 3.7e6 / waves
+    memory = 2 * k * (n + rows) / _bandwidth(tiles * split / waves) / waves
     exchange = 0.036 * width * (split - 1) / split
-    total = 1.2 + waves * (max(product, memory) + 0.5 + exchange)
-    return total * 1.05 if split > 1 else total             # a tie is for whole tiles
+    return 1.2 + waves * (max(product, memory) + 0.5 + exchange)
+
+
+def _bandwidth(blocks: float) -> float:
+    """Bytes a microsecond that so many blocks read: about 115 of them are needed for all that the memory gives."""
+    return 3.7e6 * min(1.0, blocks / 115)
 
 
 def few_estimate(n: int, k: int, columns: int, split: int, **_: int) -> float:
     """One wave of gemm_few."""
     product = k / 64 / split * (0.23 + 0.00136 * columns)
-    reduction = 2.3 * columns / 128 * (0.4 + 0.2 * split) if split > 1 else 0.0
-    return 2.4 + max(product, 2 * k * n / 3.7e6) + reduction
+    reduction = columns / 128 * (2.3 + 0.46 * max(split - 3, 0)) if split > 1 else 0.0
+    return 3.2 + max(product, 2 * k * n / 3.7e6) + reduction
 
 
 def folds_norm(spec: LinearSpec, plain: Kernel) -> bool:
