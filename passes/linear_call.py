@@ -39,8 +39,9 @@ def flags_of(call: Any) -> list[str]:
     return (placeholder_name(call) or "").removeprefix(LINEAR).split("+")[1:]
 
 
-def read_linear(call: Any, operands: Sequence[Any], phase: str) -> LinearCall:
-    """`operands`: those of the call, or what a pass has made of them; the types are taken from these."""
+def read_linear(call: Any, operands: Sequence[Any], phase: str, y: Any = None) -> LinearCall:
+    """`operands`: those of the call, or what a pass has made of them; the types are taken from these. `y`: the type of the
+    product where the call has other results too."""
     flags = flags_of(call)
     x, *rest, fmt, _ = operands
     named = {"x": x}
@@ -48,7 +49,7 @@ def read_linear(call: Any, operands: Sequence[Any], phase: str) -> LinearCall:
     for flag, buffer in ((NORM, "squares"), (PREPARES_NORM, "norm_weight"), (RESIDUAL, "residual"), (BIAS, "bias")):
         if flag in flags:
             named[buffer] = rest.pop()
-    y, glu = outputs_of(call)["y"], next((flag for flag in flags if flag in GLU), None)
+    y, glu = y or outputs_of(call)["y"], next((flag for flag in flags if flag in GLU), None)
     spec = LinearSpec(int(y.shape[-1]) * (2 if glu else 1), int(x.ty.shape[-1]), FORMATS[str(fmt.value)], phase,
                       str(x.ty.dtype), str(y.dtype), bias=BIAS in flags, residual=RESIDUAL in flags, glu=glu,
                       max_rows=constant(x.ty.shape[0]), norm_epsilon=epsilon, prepares_norm=PREPARES_NORM in flags)

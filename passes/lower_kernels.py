@@ -25,7 +25,7 @@ from relaxpack.kernel_spec import (
     SamplingSpec,
     Stage,
 )
-from relaxpack.passes.fuse_head_sample import specs
+from relaxpack.passes.fuse_head_sample import split_operands
 from relaxpack.passes.linear_call import outputs_of, phase_of, read_linear
 from relaxpack.passes.memory_plan import OVERWRITES
 from relaxpack.passes.rewrite import FunctionRewriter, operands_of, placeholder_name
@@ -83,7 +83,7 @@ class _Rewriter(FunctionRewriter):
             return self._sample(call, operands)
         if name == TOP:
             return self._top_logprobs(call, operands)
-        if name == HEAD_SAMPLE:
+        if name.startswith(HEAD_SAMPLE):
             return self._head_sample(call, operands)
         return None
 
@@ -157,15 +157,15 @@ class _Rewriter(FunctionRewriter):
         return self._call(kernel, buffers, {"top_ids": ids, "top_logprobs": logprobs}, {"operation": "top_logprobs"})
 
     def _head_sample(self, call: Any, operands: list[Any]) -> Any:
-        x, *rest, fmt = operands
         logits, token_ids, logprobs = call.ty.fields
-        spec, sampling = specs(logits, x, fmt)
-        kernel = self.provider.head_sample(spec, sampling)
+        linear, given = split_operands(operands)
+        read = read_linear(call, linear, phase_of(self.function_name, linear[0]), logits)
+        spec = read.spec
+        kernel = self.provider.head_sample(spec, SamplingSpec(spec.out_features))
         assert kernel is not None, "FuseHeadSample asks the same"
-        names = ("settings", "counters", "counts", *kernel.persistent)
-        weight, given = rest[:-len(names)], rest[-len(names):]
-        buffers = {"x": x, **self._weight_buffers(spec.weight, spec.out_features, spec.in_features, False, weight),
-                   **dict(zip(names, given, strict=True))}
+        weight = self._weight_buffers(spec.weight, spec.out_features, spec.in_features, False, read.weight)
+        buffers = {**read.named, **weight,
+                   **dict(zip(("settings", "counters", "counts", *kernel.persistent), given, strict=True))}
         facts = {"operation": "linear", "n": spec.out_features, "k": spec.in_features, "format": spec.weight.name}
         return self._call(kernel, buffers, {"y": logits, "token_ids": token_ids, "logprobs": logprobs}, facts)
 

@@ -108,9 +108,9 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
         ("lower", [
             *([SpecializeBuckets("decode", "t", config.decode_buckets)] if config.decode_buckets else []),
             *([SpecializeBuckets("prefill", "t", config.prefill_buckets)] if config.prefill_buckets else []),
-            *requested("FuseHeadSample", FuseHeadSample(provider)),
             *unless("FuseRopeAppendAttention", FuseRopeAppendAttention(provider, attention)),
             *unless("FuseNormLinear", FuseNormLinear(provider)),
+            *requested("FuseHeadSample", FuseHeadSample(provider)),
             LowerKernels(provider, attention),
             PruneParameters,
             relax.transform.LegalizeOps(),

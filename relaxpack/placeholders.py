@@ -15,7 +15,7 @@ LINEAR = "relaxpack.linear"                # with "+bias", "+residual", "+swiglu
 EMBEDDING = "relaxpack.embedding"
 RMS_NORM = "relaxpack.rms_norm"
 ADD_RMS_NORM = "relaxpack.add_rms_norm"
-HEAD_SAMPLE = "relaxpack.head_sample"      # a linear layer whose logits are sampled
+HEAD_SAMPLE = "relaxpack.head_sample"      # a linear layer whose logits are sampled; with "+norm" behind it
 ROPE_APPEND_ATTENTION = "relaxpack.rope_append_attention"   # decode attention that is one kernel
 
 # Gated linear units, f(gate) * up, by what is behind a LINEAR: the Relax operation f.

@@ -415,24 +415,19 @@ def _sample(vocab: int, constrained: bool) -> Any:
 
 
 @functools.cache
-def _head(n: int, k: int) -> Any:
-    """A linear layer that counts its rows in `arrived` and adds the count that it found, which must be zero."""
+def _arrive(n: int) -> Any:
+    """Counts its rows in `arrived` and adds the count that it found, which must be zero."""
     @T.prim_func(private=True, s_tir=True)
-    def f(x_h: T.handle, w: T.Buffer((T.int64(n), T.int64(k)), "float32"), arrived: T.Buffer((T.int64(1),), "int32"),
-          y_h: T.handle):
+    def f(product_h: T.handle, arrived: T.Buffer((T.int64(1),), "int32"), y_h: T.handle):
         T.func_attr(ATTRS)
         t = T.int64()
-        x = T.match_buffer(x_h, (t, T.int64(k)), "float32")
+        product = T.match_buffer(product_h, (t, T.int64(n)), "float32")
         y = T.match_buffer(y_h, (t, T.int64(n)), "float32")
         found = T.alloc_buffer((1,), "int32")
         found[0] = arrived[0]
         for i in range(t):
             for j in range(n):
-                a = T.alloc_buffer((1,), "float32")
-                a[0] = T.float32(0)
-                for c in range(k):
-                    a[0] = a[0] + x[i, c] * w[j, c]
-                y[i, j] = a[0] + T.Cast("float32", found[0])
+                y[i, j] = product[i, j] + T.Cast("float32", found[0])
             arrived[0] = arrived[0] + 1
         for _ in range(t):
             arrived[0] = arrived[0] - 1
@@ -531,11 +526,13 @@ class PlainKernels:
     def head_sample(self, spec: LinearSpec, sampling: SamplingSpec) -> Kernel | None:
         if spec.max_rows is None or spec.max_rows > 2:
             return None
-        n, k = spec.out_features, spec.in_features
+        linear, n = self.linear(spec), spec.out_features
+        *before, head = linear.stages
         (draw,) = self.sample(sampling).stages
-        return Kernel((Stage(_head(n, k), f"head_{n}x{k}", ("x", "weight", "arrived"), ("y",), ("arrived",)),
+        return Kernel((*before, replace(head, outputs=("product",)),
+                       Stage(_arrive(n), f"arrive_{n}", ("product", "arrived"), ("y",), ("arrived",)),
                        replace(draw, inputs=("y", *draw.inputs[1:]))), "rule:plain",
-                      persistent={"arrived": ((1,), "int32")})
+                      {**linear.temporaries, "product": (("t", n), "float32")}, {"arrived": ((1,), "int32")})
 
     def rope_append_attention(self, spec: AttentionSpec, rows: int) -> Kernel | None:
         """Two stages with the queries between them, for up to two rows."""

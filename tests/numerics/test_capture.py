@@ -192,10 +192,8 @@ def test_head_and_sampling_in_one_kernel(captured: Any, tmp_path: Path) -> None:
     """FuseHeadSample changes no bit, in graphs and without, and what its kernel keeps is a parameter of all functions."""
     fused = build(tmp_path, LIMITS, BUCKETS, enabled=frozenset({"FuseHeadSample"}))
     assert fused.names.count("head_sample.arrived") == 1
-    heads = {name: [row["kernel"] for row in rows if row["kernel"].startswith("head_")]
-             for name, rows in fused.steps.items()}
-    assert heads == {"decode": [], "decode_1": ["head_61x32"], "decode_2": ["head_61x32"], "decode_4": [], "prefill": [],
-                     "prefill_4": [], "prefill_8": [], "sample": [], "top_logprobs": []}
+    heads = [name for name, rows in fused.steps.items() if any(row["kernel"] == "arrive_61" for row in rows)]
+    assert sorted(heads) == ["decode_1", "decode_2"]
     path, parameters, _ = captured
     for graphs in (False, True):
         for one, two in zip(steps(Runner(path, parameters, graphs)), steps(Runner(fused.path, fused.parameters, graphs)),

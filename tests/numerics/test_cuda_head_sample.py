@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relaxpack.kernel_spec import COUNT_BITS, FIRST_EDIT, IN_PROMPT, Kernel, LinearSpec, SamplingSpec, counts_width
+from relaxpack.kernel_spec import (
+    COUNT_BITS,
+    FIRST_EDIT,
+    IN_PROMPT,
+    NORM_GROUP,
+    Kernel,
+    LinearSpec,
+    SamplingSpec,
+    counts_width,
+)
 from relaxpack.schedules.kernels.cuda import sampling_pick
 from relaxpack.schedules.kernels.cuda.head_sample import head_sample
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
@@ -57,6 +66,7 @@ class Run:
         self.counts[1, vocab + 1] = -1
         self.counts[1, vocab + FIRST_EDIT:vocab + FIRST_EDIT + 2] = np.array([1.5, -np.inf], np.float32).view(np.int32)
         self.seen = self.counts.copy()
+        self.squares = rng.uniform(0, 64, (rows, K // NORM_GROUP)).astype(np.float32)   # of other numbers than x
         self.arrived = np.zeros(parts, np.int32)
         self.sums, self.picks = np.full((rows, parts, 5), np.nan, np.float32), np.full((rows, parts, 3), -7, np.int32)
         self.tops = np.full((rows, parts * 16), np.nan, np.float32)
@@ -66,20 +76,22 @@ class Run:
     def __call__(self, kernel: Kernel, module: EmulatedModule, grids: list[tuple[int, ...]], threads: list[int]) -> None:
         held = {**vars(self), "logits": self.y, "x": self.x.view(np.uint16), "weight": self.weight.view(np.uint16)}
         for stage, grid, count in zip(kernel.stages, grids, threads, strict=True):
-            late = ("x", "settings", "counters", "counts") if "x" in stage.inputs else ()   # written by the kernel before
+            late = ("x", "squares", "settings", "counters", "counts") if "x" in stage.inputs else ()  # of kernels before
             module.run(f"{stage.name}_kernel", grid, count, late=late, **held, t=self.rows, b=self.rows, c=2)
 
 
 @functools.cache
-def module_of(fused: bool, vocab: int, rows: int, tiling: tuple[tuple[str, int], ...] = ()) -> tuple[Kernel, EmulatedModule]:
+def module_of(fused: bool, vocab: int, rows: int, epsilon: float | None = None,
+              tiling: tuple[tuple[str, int], ...] = ()) -> tuple[Kernel, EmulatedModule]:
     sampling = SamplingSpec(vocab)
-    kernel = head_sample(spec(vocab, rows), sampling, "sm_90a", **dict(tiling)) if fused else sample(sampling)
+    kernel = (head_sample(spec(vocab, rows, norm_epsilon=epsilon), sampling, "sm_90a", **dict(tiling)) if fused
+              else sample(sampling))
     assert kernel is not None
     return kernel, EmulatedModule(cuda_harness.generate_source({s.name: s.func for s in kernel.stages}, "sm_90a"))
 
 
-def fused(run: Run, **tiling: int) -> None:
-    kernel, module = module_of(True, run.vocab, run.rows, tuple(tiling.items()))
+def fused(run: Run, epsilon: float | None, **tiling: int) -> None:
+    kernel, module = module_of(True, run.vocab, run.rows, epsilon, tuple(tiling.items()))
     assert kernel.persistent == {"arrived": ((scan_blocks(run.vocab),), "int32")}
     blocks = -(-run.vocab // (16 * tiling.get("strips", 2)))
     run(kernel, module, [(blocks, 1), (run.rows,)], [SCAN_THREADS, sampling_pick.THREADS])
@@ -90,12 +102,16 @@ def apart(run: Run) -> None:
         [SCAN_THREADS, sampling_pick.THREADS])
 
 
-@pytest.mark.parametrize(("vocab", "rows", "tiling"), [(4250, ROWS, {}), (4104, 2, {"strips": 1, "unroll": 2})])
-def test_everything_has_the_bits_of_two_kernels(vocab: int, rows: int, tiling: dict[str, int]) -> None:
+@pytest.mark.parametrize(("vocab", "rows", "epsilon", "tiling"), [
+    (4250, ROWS, None, {}), (4104, 2, 1e-5, {"strips": 1, "unroll": 2})])
+def test_everything_has_the_bits_of_two_kernels(vocab: int, rows: int, epsilon: float | None,
+                                                tiling: dict[str, int]) -> None:
     one, two = Run(vocab, rows), Run(vocab, rows)
-    fused(one, **tiling)
+    fused(one, epsilon, **tiling)
     finite = np.isfinite(one.x.astype(np.float32)).all(1)
     exact = case.reference_linear(one.x[finite], one.weight)
+    if epsilon is not None:
+        exact /= np.sqrt(one.squares.astype(np.float64).sum(1, keepdims=True)[finite] / K + epsilon)
     assert case.relative_error(one.y[finite], exact) < case.TOLERANCE["float32"]
     two.y[:] = one.y
     apart(two)
@@ -114,7 +130,7 @@ def test_everything_has_the_bits_of_two_kernels(vocab: int, rows: int, tiling: d
     drawn = one.token_ids.copy()
     one.token_ids[:], one.counts[:] = -7, one.seen
     one.sums[:] = np.nan
-    fused(one, **tiling)
+    fused(one, epsilon, **tiling)
     np.testing.assert_array_equal(one.token_ids, drawn)
 
 

@@ -151,7 +151,7 @@ def fragment_sizes(weight, N: int, K: int) -> tuple[int, int]:
 
 
 def with_handles(count: int, bind):
-    """A PrimFunc of `count` (2 to 10) buffers whose body is the inlined `bind(handles)`."""
+    """A PrimFunc of `count` (2 to 11) buffers whose body is the inlined `bind(handles)`."""
     if count == 2:
         @T.prim_func
         def main(a: T.handle, b: T.handle):
@@ -185,11 +185,16 @@ def with_handles(count: int, bind):
         def main(a: T.handle, b: T.handle, c: T.handle, d: T.handle, e: T.handle, f: T.handle, g: T.handle, h: T.handle,
                  i: T.handle):
             bind([a, b, c, d, e, f, g, h, i])
-    else:
-        assert count == 10, count
-
+    elif count == 10:
         @T.prim_func
         def main(a: T.handle, b: T.handle, c: T.handle, d: T.handle, e: T.handle, f: T.handle, g: T.handle, h: T.handle,
                  i: T.handle, j: T.handle):
             bind([a, b, c, d, e, f, g, h, i, j])
+    else:
+        assert count == 11, count
+
+        @T.prim_func
+        def main(a: T.handle, b: T.handle, c: T.handle, d: T.handle, e: T.handle, f: T.handle, g: T.handle, h: T.handle,
+                 i: T.handle, j: T.handle, k: T.handle):
+            bind([a, b, c, d, e, f, g, h, i, j, k])
     return main

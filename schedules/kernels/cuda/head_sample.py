@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
-from relaxpack.kernel_spec import Kernel, LinearSpec, SamplingSpec, Stage, counts_width
-from relaxpack.schedules.kernels.cuda.common import finish
+from relaxpack.kernel_spec import NORM_GROUP, Kernel, LinearSpec, SamplingSpec, Stage, counts_width
+from relaxpack.schedules.kernels.cuda.common import finish, optional, with_handles
 from relaxpack.schedules.kernels.cuda.gemm_rows import rows_body
 from relaxpack.schedules.kernels.cuda.sampling import sample
 from relaxpack.schedules.kernels.cuda.sampling_scan import (
@@ -44,20 +44,22 @@ def head_sample(spec: LinearSpec, sampling: SamplingSpec, arch: str, **tiling: i
     """x, weight, settings, counters, counts (in place), arrived i32[parts] (in place) → y f32[b, V], token_ids, logprobs.
     None where the pieces do not fit: quantised weights, many rows, K too short for the threads of a part."""
     rows, k = spec.max_rows, spec.in_features
-    if (spec.weight.quantized or spec.gated or spec.bias or spec.residual or spec.out_dtype != "float32"
-            or sampling.constrained or spec.out_features != sampling.vocab_size or rows is None or rows > MOST_ROWS
-            or k < 64 * SCAN_THREADS // 32):
+    if (spec.weight.quantized or spec.gated or spec.bias or spec.residual or spec.prepares_norm
+            or spec.out_dtype != "float32" or sampling.constrained or spec.out_features != sampling.vocab_size
+            or rows is None or rows > MOST_ROWS or k < 64 * SCAN_THREADS // 32):
         return None
     # Two strips a block: half as many arrivals (docs/kernels_cuda_attention.md).
     options: dict[str, Any] = {"columns": 8, "warps": SCAN_THREADS // 32, "strips": 2, "unroll": 1, **tiling}
     early = arch == "sm_90a"
     name = f"head_sample_{spec.out_features}x{k}_{spec.activation_dtype}" + "".join(
         f"_{key[:2]}{value}" for key, value in options.items())
+    normed = spec.norm_epsilon is not None
+    name += "_norm" if normed else ""
     func = finish(head_sample_function(spec, sampling, early, options), name, early, grid="xy")
     pick = sample(sampling, arch).stages[1]
     parts = scan_blocks(sampling.vocab_size)
-    return Kernel((Stage(func, name, ("x", "weight", "settings", "counters", "counts", "arrived"),
-                         ("y", "sums", "picks", "tops"), inplace=("arrived",)),
+    inputs = ("x", "weight", *(["squares"] if normed else []), "settings", "counters", "counts", "arrived")
+    return Kernel((Stage(func, name, inputs, ("y", "sums", "picks", "tops"), inplace=("arrived",)),
                    Stage(pick.func, pick.name, tuple("y" if n == "logits" else n for n in pick.inputs), pick.outputs,
                          pick.inplace)),
                   source="rule:cuda.head_sample",
@@ -83,23 +85,25 @@ def head_sample_function(spec: LinearSpec, sampling: SamplingSpec, early: bool, 
                 scan(shared[0], shared[1], y, settings, counters, counts, None, sums, picks, tops, part, row, tx)
                 T.cuda.cta_sync()
 
-    body = rows_body(V, K, dtype, "float32", dependent_launch=early, tail=(scan_shared, end), **options)
+    body = rows_body(V, K, dtype, "float32", dependent_launch=early, norm_epsilon=spec.norm_epsilon,
+                     tail=(scan_shared, end), **options)
+    normed = spec.norm_epsilon is not None
 
-    @T.prim_func
-    def head_sample(x_h: T.handle, weight_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
-                    arrived_h: T.handle, y_h: T.handle, sums_h: T.handle, picks_h: T.handle, tops_h: T.handle):
+    @T.inline
+    def bind(handles):
         t = T.int64()
         c = T.int64()
-        x = T.match_buffer(x_h, (t, K), dtype, align=16)
-        weight = T.match_buffer(weight_h, (V, K), dtype, align=16)
-        settings = T.match_buffer(settings_h, (t, 8), "float32")
-        counters = T.match_buffer(counters_h, (t, 8), "int32")
-        counts = T.match_buffer(counts_h, (c, WIDTH), "int32", align=16)
-        arrived = T.match_buffer(arrived_h, (PARTS,), "int32")
-        y = T.match_buffer(y_h, (t, V), "float32", align=16)
-        sums = T.match_buffer(sums_h, (t, PARTS, 5), "float32")
-        picks = T.match_buffer(picks_h, (t, PARTS, 3), "int32")
-        tops = T.match_buffer(tops_h, (t, PARTS * TOPS), "float32")
-        body(x, weight, None, None, y, t, [settings, counters, counts, arrived, sums, picks, tops])
+        x = T.match_buffer(handles[0], (t, K), dtype, align=16)
+        weight = T.match_buffer(handles[1], (V, K), dtype, align=16)
+        norm = T.meta_var([optional(True, "squares", handles[2], (t, K // NORM_GROUP), "float32")] if normed else None)
+        settings = T.match_buffer(handles[-8], (t, 8), "float32")
+        counters = T.match_buffer(handles[-7], (t, 8), "int32")
+        counts = T.match_buffer(handles[-6], (c, WIDTH), "int32", align=16)
+        arrived = T.match_buffer(handles[-5], (PARTS,), "int32")
+        y = T.match_buffer(handles[-4], (t, V), "float32", align=16)
+        sums = T.match_buffer(handles[-3], (t, PARTS, 5), "float32")
+        picks = T.match_buffer(handles[-2], (t, PARTS, 3), "int32")
+        tops = T.match_buffer(handles[-1], (t, PARTS * TOPS), "float32")
+        body(x, weight, None, None, y, t, [settings, counters, counts, arrived, sums, picks, tops], norm)
 
-    return head_sample
+    return with_handles(10 + normed, bind)

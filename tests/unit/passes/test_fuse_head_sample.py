@@ -40,25 +40,27 @@ def module(rows: Any = 2, head: str = "relaxpack.linear", fused: bool = False, g
         return relax.Var(name, tensor(dtype, *shape))
 
     t = tvm.tirx.Var("t", "int64") if rows == "t" else rows
-    x, w = var("x", "float32", t, 8), var("w", "float32", 16, 8)
+    x, w = var("x", "float32", t, 16), var("w", "float32", 16, 16)
     settings, counters = var("settings", "float32", t, 8), var("counters", "int32", t, 8)
     counts, bias, masks = var("counts", "int32", 1, 16), var("bias", "float32", 16), var("masks", "int32", 1, 1)
-    arrived = var("head_sample.arrived", "int32", 2)
+    arrived, squares = var("head_sample.arrived", "int32", 2), var("squares", "float32", t, 1)
     logits_ty, drawn = tensor("float32", t, 16), [tensor("int32", t), tensor("float32", t)]
     fmt, gated = tvm.ir.StringImm("f32"), relax.prim_value(0)
+    norm = [squares, relax.prim_value(1e-5)] if head.endswith("+norm") else []
+    operands = [x, w, *([bias] if "bias" in head else []), *norm, fmt, gated]
     builder = relax.BlockBuilder()
     parameters = [w, *([bias] if "bias" in head else []), *([arrived] if fused else [])]
-    with builder.function("step", [x, settings, counters, counts, masks, *parameters],
-                          attrs={"num_input": 5, "global_symbol": "step"}):
+    with builder.function("step", [x, settings, counters, counts, masks, squares, *parameters],
+                          attrs={"num_input": 6, "global_symbol": "step"}):
         with builder.dataflow():
             if fused:
-                both = builder.emit(placeholder("relaxpack.head_sample", [x, w, settings, counters, counts, arrived, fmt],
-                                                [logits_ty, *drawn]))
+                both = builder.emit(placeholder(head.replace("linear", "head_sample"), [
+                    *operands, settings, counters, counts, arrived], [logits_ty, *drawn]))
                 logits = builder.emit(relax.TupleGetItem(both, 0))
                 ids, logprobs = (builder.emit(relax.TupleGetItem(both, i)) for i in (1, 2))
                 draws = [builder.emit(relax.Tuple([ids, logprobs]))]
             else:
-                logits = builder.emit(placeholder(head, [x, *parameters, fmt, gated], logits_ty))
+                logits = builder.emit(placeholder(head, operands, logits_ty))
                 used = builder.emit(relax.op.add(settings, settings)) if given == "computed" else settings
                 draws = [builder.emit(placeholder("relaxpack.sample", [
                     logits, used, counters, counts, *([masks] if given == "masks" else [])], drawn)) for _ in range(readers)]
@@ -71,8 +73,15 @@ def module(rows: Any = 2, head: str = "relaxpack.linear", fused: bool = False, g
 def test_head_and_sampling() -> None:
     provider = Provider()
     check_pass(module(), FuseHeadSample(provider), module(fused=True), {"head_sample.arrived": Filled((2,), 0)})
-    assert provider.asked == [(LinearSpec(16, 8, FORMATS["f32"], "decode", "float32", "float32", max_rows=2),
+    assert provider.asked == [(LinearSpec(16, 16, FORMATS["f32"], "decode", "float32", "float32", max_rows=2),
                                SamplingSpec(16))]
+
+
+def test_a_head_with_a_norm_inside() -> None:
+    provider, head = Provider(), "relaxpack.linear+norm"
+    check_pass(module(head=head), FuseHeadSample(provider), module(head=head, fused=True),
+               {"head_sample.arrived": Filled((2,), 0)})
+    assert provider.asked[0][0].norm_epsilon == 1e-5
 
 
 @pytest.mark.parametrize("before", [module(rows=8), module(rows="t"), module(head="relaxpack.linear+bias"),
