@@ -21,6 +21,8 @@ from .family import KernelFamily, Part
 from .space import ListedSpace, Parameters, Space
 
 Choice = dict[str, Any]
+_ORDER = ("family", "columns", "strips", "warps", "unroll", "ahead", "consumers", "tile_n", "cluster", "split", "share",
+          "blocks_per_sm", "skew", "group_m")
 ALGORITHMS = 6                   # of a library's ranking that are tried
 _CLUSTERS = {2: 66, 3: 39}      # clusters of so many blocks that are on an H200 at once, a block to each multiprocessor
 _TILE_START = 24                # what a tile costs beside its columns, in columns
@@ -40,7 +42,9 @@ def linear_family(arch: str) -> KernelFamily:
             return linear.linear(spec, arch)
         if "library" in given:
             return library_linear(spec, str(given["library"]), int(given.get("algorithm", 0)))
-        name, options = given.get("family"), {key: value for key, value in given.items() if key != "family"}
+        # In a fixed order, which a record does not keep: kernels are named by it.
+        options = {key: given[key] for key in (*_ORDER, *sorted(set(given) - set(_ORDER))) if key in given}
+        name = options.pop("family", None)
         known = {**linear.FAMILIES, **(linear.QUANTIZED_FAMILIES if spec.weight.quantized else {})}
         if name not in known or spec.max_rows is None:
             raise TuningError(f"no matmul kernel {name!r} for {spec.max_rows} rows of {spec.weight.name} weights; known: "

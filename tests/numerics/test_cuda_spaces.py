@@ -3,6 +3,7 @@ choose kernels and libraries in a build for it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -106,6 +107,21 @@ def test_choices_compile() -> None:
     decode = known["cuda.decode_attention"].make(ATTENTION, {"warps": 8, "stages": 3, "key_tiles": 1, "blocks": 132})
     funcs = {f"kernel{i}": stage.func for i, stage in enumerate([*many.stages, *few.stages, *decode.stages])}
     assert cuda_harness.lower(funcs, "sm_90a") is not None
+
+
+def test_a_record_of_few_rows_keeps_the_norm_inside() -> None:
+    """A record has its parameters in the order of their names; the kernel's own name has not."""
+    spec = linear(4)
+    family = families_for(HOPPER)["cuda.linear"]
+    part, = family.parts(spec)
+    choice = next(one for one in part.space.all() if one["family"] == "gemm_rows" and one.get("ahead"))
+    made = replace(record(bucket=4, target=SM_90, parameters=choice), workload=family.workload(spec))
+    found = TuningRecord.from_json(json.loads(canonical(made.to_json())))
+    kernels, _ = _built(found)
+    assert list(found.choice["parameters"]) == sorted(choice) != list(choice)
+    assert kernels.linear(spec).stages[0].name == family.make(spec, choice).stages[0].name
+    folded = replace(spec, residual=True, prepares_norm=True)
+    assert kernels.folds_norm(folded) and kernels.linear(folded).source.startswith("tuned:")
 
 
 class One:
