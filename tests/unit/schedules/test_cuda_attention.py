@@ -217,7 +217,8 @@ def test_top_logprobs_equal_float64_reference(vocab: int) -> None:
     counters = np.zeros((len(kinds), 8), np.int32)
     counters[:, 6] = (0, 5, TOP_LOGPROBS + 3, 1, TOP_LOGPROBS)
     ids, found = np.full((len(kinds), TOP_LOGPROBS), -9, np.int32), np.full((len(kinds), TOP_LOGPROBS), np.nan, np.float32)
-    emulate(top_logprobs_kernel.top_logprobs(vocab), [(len(kinds),)], [top_logprobs_kernel.THREADS],
+    emulate(top_logprobs_kernel.top_logprobs(vocab), [(top_logprobs_kernel.group_blocks(vocab), len(kinds)), (len(kinds),)],
+            [top_logprobs_kernel.GROUP_THREADS, 32],
             {"logits": logits, "counters": counters, "top_ids": ids, "top_logprobs": found}, {"b": len(kinds)})
     for i, kind in enumerate(kinds):
         most = min(vocab, TOP_LOGPROBS, counters[i, 6])
