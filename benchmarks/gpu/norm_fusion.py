@@ -105,7 +105,8 @@ def kernels() -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, only: str = "") -> None:
+    """`only`: how the names of the kernels begin that are wanted ("check": no chains)."""
     from relaxpack.kernel_spec import NormSpec
     from relaxpack.schedules.cuda_compile import check_library, compile_module, resource_usage
     from relaxpack.schedules.kernels.cuda.norm import norm
@@ -119,7 +120,7 @@ def build(folder: Path) -> None:
     for h in (2048, 3584, 4096):
         made[f"norm_{h}"] = partial(norm, NormSpec(h, EPSILON, "bfloat16", True), dependent_launch=True, name=f"norm_{h}")
     index: dict[str, dict[str, Any]] = {}
-    names = sorted(made)
+    names = sorted(name for name in made if name.startswith(only))
     for number, first in enumerate(range(0, len(names), PER_MODULE)):
         part = names[first:first + PER_MODULE]
         library = folder / f"fuse-{number}.so"

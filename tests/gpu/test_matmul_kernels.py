@@ -28,6 +28,24 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_norms_inside_matmuls(tmp_path: Path) -> None:
+    """Weight formats, 1 to 8 rows. `RELAXPACK_GPU_KERNELS`: `python -m benchmarks.gpu.norm_fusion build FOLDER/norms`."""
+    pytest.importorskip("torch")
+    import relaxpack.tvm_setup as setup
+    from benchmarks.gpu.norm_fusion import Run, build
+
+    folder = Path(os.environ.get("RELAXPACK_GPU_KERNELS", tmp_path)) / "norms"
+    if not folder.exists():
+        if setup.runtime_only():
+            pytest.skip("no compiler here and RELAXPACK_GPU_KERNELS has no folder norms")
+        build(folder, "check")
+    run = Run(folder, tmp_path, limit=0)        # checks only
+    run.all()
+    assert not run.result["failures"] and len(run.result["checks"]) == 90
+    bad = [c for c in run.result["checks"] if not (c["ok"] and c["same_again"])]
+    assert not bad, bad[:5]
+
+
 @pytest.mark.parametrize("group", ["check", "chain"])
 def test_kernels_against_float64(kernels: Path, group: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")

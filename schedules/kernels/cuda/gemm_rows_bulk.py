@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
-from relaxpack.schedules.kernels.cuda.common import finish, glu_product, mma_name, quant_entry
+from relaxpack.schedules.kernels.cuda.common import finish, mma_name, quant_entry
 from relaxpack.schedules.kernels.cuda.gemm_rows_quant import LOAD_X2, LOAD_X4
+from relaxpack.schedules.kernels.cuda.rows_epilogue import RowsEpilogue
 from relaxpack.weight_format import WHOLE_ROW, WeightFormat
 from tvm.script import tirx as T
 
@@ -22,8 +23,8 @@ SHARED4, SHARED2 = "ld.shared.v4.b32", "ld.shared.v2.b32"
 
 def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str, *, columns: int = 8, warps: int = 8,
                    unroll: int = 4, stages: int = 2, blocks_per_sm: int = 3, bias: bool = False, residual: bool = False,
-                   glu: str | None = None, dependent_launch: bool = False, convert: bool = False,
-                   name: str = "gemm_rows_bulk"):
+                   glu: str | None = None, norm_epsilon: float | None = None, prepares_norm: bool = False,
+                   dependent_launch: bool = False, convert: bool = False, name: str = "gemm_rows_bulk"):
     """Buffers as in gemm_rows_quant. A block has 16 weight rows; unroll: chunks of 64 values that a warp copies and
     multiplies together (even); stages: such groups under way per warp; blocks_per_sm bounds the registers."""
     assert K % 8 == 0 and columns % 8 == 0 and unroll % 2 == 0
@@ -35,11 +36,9 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
     D = min(stages, rounds)
     exact = K % (64 * U) == 0 and PIECES % W == 0
     MMA = mma_name(dtype)
-    BM = 16
-    PITCH = BM + 4
-    gated = glu is not None
-    OUT, BO = (N // 2, BM // 2) if gated else (N, BM)
-    THREADS = W * 32
+    E = RowsEpilogue(N, K, dtype, out_dtype, columns=columns, strips=1, warps=warps, bias=bias, residual=residual, glu=glu,
+                     norm_epsilon=norm_epsilon, prepares_norm=prepares_norm)
+    PITCH, prefetch, request, scale, store = E.pitch, E.prefetch, E.request, E.scale, E.store
     e4m3, whole_row = weight.e4m3, weight.group_size == WHOLE_ROW
     CW = weight.bits * 32                           # words of codes of a chunk, then of scales of a group of chunks
     LANE = F.scale_words
@@ -51,31 +50,12 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
     SIZE = 4 if f32 else 2                          # bytes of a scale
 
     @T.inline
-    def store(partial, bias_buffer, residual_buffer, y, total, bx, m, column, f):
-        base = T.meta_var(f // 8 * 16 + f % 8 if gated else f)
-        total[0] = T.float32(0)
-        total[1] = T.float32(0)
-        for i in T.unroll(W):
-            total[0] = total[0] + partial[i, column * PITCH + base]
-            if gated:
-                total[1] = total[1] + partial[i, column * PITCH + base + 8]
-        if bias:
-            total[0] = total[0] + bias_buffer[bx * BM + base]
-            if gated:
-                total[1] = total[1] + bias_buffer[bx * BM + base + 8]
-        if gated:
-            total[0] = glu_product(glu, total[0], total[1])
-        if residual:
-            total[0] = total[0] + T.Cast("float32", residual_buffer[m, bx * BO + f])
-        y[m, bx * BO + f] = T.Cast(out_dtype, total[0])
-
-    @T.inline
-    def body(x, codes, scales, minimums, bias_buffer, residual_buffer, y, t):
+    def body(x, codes, scales, minimums, bias_buffer, residual_buffer, y, t, norm=None):
         T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": blocks_per_sm})
         bx, by = T.cta_id([T.int32(STRIPS), T.Cast("int32", T.ceildiv(t, columns))])
         wid = T.warp_id([W])
-        tx = T.thread_id([THREADS])
+        tx = T.thread_id([W * 32])
         lane = T.meta_var(tx % 32)
         g = T.meta_var(lane // 4)
         q = T.meta_var(lane % 4)
@@ -85,7 +65,10 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
         Cs = pool.alloc((W * D, U * CW), "uint32", align=128)
         Ss = pool.alloc((W * D, max(SW, 4)), "uint32", align=128)
         Ms = pool.alloc((W * D, SW if stored else 4), "uint32", align=128)
+        scales_of_rows = T.meta_var(E.alloc_scales(pool))
         pool.commit()
+        held = T.alloc_buffer((E.held,), "uint32", scope="local")
+        squares = T.alloc_buffer((E.squares,), "uint32", scope="local")
         c = T.alloc_buffer((F.words,), "uint32", scope="local")
         sc = T.alloc_buffer((LANE,), "uint32", scope="local")
         mn = T.alloc_buffer((LANE if stored else 1,), "uint32", scope="local")
@@ -94,7 +77,7 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
         part = T.alloc_buffer((4,), "float32", scope="local")
         sums = T.alloc_buffer((NT * 4,), "float32", scope="local")
         acc = T.alloc_buffer((NT * 4,), "float32", scope="local")
-        total = T.alloc_buffer((2,), "float32", scope="local")
+        total = T.alloc_buffer((3,), "float32", scope="local")
         rows = T.meta_var(T.Cast("int32", t))
 
         @T.inline
@@ -194,9 +177,12 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
         if whole_row:
             for h in T.unroll(2):
                 sc[h] = T.cuda.float_as_uint(scales[(bx * 8 + g) * 2 + h])
+        prefetch(held, norm, bx, tx)
         if dependent_launch:
             T.ptx["griddepcontrol.wait"]()
             T.ptx["griddepcontrol.launch_dependents"]()
+        request(held, residual_buffer, bx, by, tx, rows)
+        scale(scales_of_rows, squares, total, norm, by, tx, wid, rows)
         for i in T.unroll(NT * 4):
             acc[i] = T.float32(0)
         for r in T.serial(rounds):
@@ -214,13 +200,7 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
             for e in T.unroll(4):
                 partial[wid, (n * 8 + q * 2 + e % 2) * PITCH + e // 2 * 8 + g] = acc[n * 4 + e]
         T.cuda.cta_sync()
-        for i in T.serial(-(-columns * BO // THREADS)):
-            item = T.meta_var(i * THREADS + tx)
-            m = T.meta_var(by * columns + item // BO)
-            f = T.meta_var(item % BO)
-            if item < columns * BO:
-                if T.And(m < rows, bx * BO + f < OUT):
-                    store(partial, bias_buffer, residual_buffer, y, total, bx, m, item // BO, f)
+        store(partial, scales_of_rows, bias_buffer, held, y, norm, total, bx, by, tx, rows)
 
-    func = quant_entry(body, N, K, OUT, weight, dtype, out_dtype, bias, residual)
+    func = quant_entry(body, N, K, E.outputs, weight, dtype, out_dtype, bias, residual, norm_epsilon, prepares_norm)
     return finish(func, name, dependent_launch, grid="xy")

@@ -21,6 +21,7 @@ from relaxpack.schedules.kernels.cuda.gemm_rows import rows_body
 from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
 from relaxpack.schedules.kernels.cuda.gemm_tiles import tiles_body
 from relaxpack.schedules.kernels.cuda.packing import weight_layout
+from relaxpack.weight_format import WeightFormat
 
 MULTIPROCESSORS = 132
 # Clusters of so many blocks, a block to each multiprocessor, that one H200 runs at once: a wave has no more of them.
@@ -39,7 +40,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], str]] = {
     "gemm_tiles": (tiles_body, "xy")}
 QUANTIZED_FAMILIES: dict[str, Callable[..., Any]] = {"gemm_rows_quant": gemm_rows_quant, "gemm_few_quant": gemm_few_quant}
 Plan = tuple[str, dict[str, int]]
-KNOW_NORMS = ("gemm_rows_co", "gemm_rows_quant_")    # how the names of stages with a RowsEpilogue begin
+KNOW_NORMS = ("gemm_rows_co", "gemm_rows_quant_", "gemm_rows_bulk_")    # how the names of stages with a RowsEpilogue begin
 
 
 def linear(spec: LinearSpec, arch: str) -> Kernel:
@@ -81,10 +82,20 @@ def hopper_plan(n: int, k: int, rows: int, gated: bool) -> Plan:
 
 
 def _rows_plan(n: int, k: int, rows: int) -> Plan:
+    """By the chains of benchmarks/gpu/norm_fusion.py: what a kernel holds of a multiprocessor also matters to the next."""
     most = 16 if n <= 8192 else 8
     warps = next(w for w in (16, 8, 4, 2, 1) if w <= most and w * 2 * 64 <= max(k, 128))
-    return "gemm_rows", {"columns": 8 if rows <= 8 else 16, "warps": warps, "unroll": 2,
-                         **({"blocks_per_sm": 32 // warps} if rows <= 8 else {})}
+    if rows > 8:
+        return "gemm_rows", {"columns": 16, "warps": warps, "unroll": 2}
+    options = {"columns": 8, "warps": warps, "unroll": 2, "blocks_per_sm": 32 // warps}     # registers of 1024 threads
+    if n <= 8192 and warps == 16:
+        if k > 4096:
+            options |= {"unroll": 4, "blocks_per_sm": 1}
+        elif n > k:
+            options |= {"warps": 8, "blocks_per_sm": 3}
+    elif 2048 < k <= 8192 and n <= 65536:
+        options |= {"unroll": 1, "ahead": True}
+    return "gemm_rows", options
 
 
 def few_tiling(n: int, k: int, rows: int) -> dict[str, int]:
@@ -187,14 +198,31 @@ def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict
         columns, heavy = 8 if rows <= 8 else 16, weight.minimum == "stored" and weight.scale_dtype == "float32"
         if k < 2048:
             return "gemm_rows_quant", {"columns": columns, "warps": 4, "unroll": 2}
-        if columns == 8 and not heavy and (n <= 8192 or weight.group_size == 16):
-            rounds = {"unroll": 1, "ahead": True} if k > 4096 else {"unroll": 2, "ahead": n <= 4096}
-            return "gemm_rows_quant", {"columns": 8, "warps": 16, **rounds, "blocks_per_sm": 2}
+        if columns == 8 and weight.group_size == 16:
+            return "gemm_rows_quant", {"columns": 8, "warps": 16, "unroll": 2, "ahead": True}
+        if columns == 8 and not heavy:
+            return "gemm_rows_quant", {"columns": 8, **_quantized_rows(n, k, weight)}
         return "gemm_rows_quant", {"columns": columns, "warps": 8, "unroll": 4 if heavy and n <= 8192 else 2}
     strips = 2 if n >= 8192 else 1
     blocks = -(-n // (128 * strips))
     split = max(1, min(8, FILL_QUANTIZED // blocks, k // 64 // 4)) if hopper else 1
     return "gemm_few_quant", {"columns": -(-rows // 8) * 8, "strips": strips, "warps": 8, "split": split}
+
+
+def _quantized_rows(n: int, k: int, weight: WeightFormat) -> dict[str, Any]:
+    """Tiling of gemm_rows_quant for 1 to 8 rows. blocks_per_sm is what decides: 65 registers instead of 64 leave a block of
+    16 warps alone on its multiprocessor, which costs a third."""
+    if n > 8192:
+        if weight.bits == 8:
+            return {"warps": 8, "unroll": 2, "blocks_per_sm": 4}
+        if weight.minimum == "stored":              # two strips share the sums of x
+            return {"warps": 8, "unroll": 1, "strips": 2, "blocks_per_sm": 4}
+        return {"warps": 8, "unroll": 4, "blocks_per_sm": 3}
+    if n > k:
+        return {"warps": 8, "unroll": 2, "blocks_per_sm": 3}
+    if weight.bits == 8:
+        return {"warps": 16, "unroll": 1, "ahead": True, "blocks_per_sm": 2}
+    return {"warps": 16, "unroll": 2, "blocks_per_sm": 2}
 
 
 def _quantized(spec: LinearSpec, hopper: bool, convert: bool) -> Kernel:
