@@ -82,11 +82,12 @@ def _prefill_attention(arch: str) -> KernelFamily:
     def parts(spec: AttentionSpec) -> Sequence[Part]:
         default, limit = default_of(spec), decode_tuning.LIMITS[arch][0] * 1024
         if isinstance(default, attention_prefill_hopper.HopperTuning):
-            keys = (64, 128) if spec.head_dim <= 128 else (64,)
-            values: dict[str, tuple[Any, ...]] = {"keys": keys, "ping_pong": (False, True)}
+            values: dict[str, tuple[Any, ...]] = {
+                "consumers": (2, 3), "keys": (64, 80, 128, 160, 192), "stages": (2, 3, 4), "query_stages": (1, 2),
+                "packed": (False, True), "blocks": (0, 132), "ping_pong": (False, True)}
             chosen = {name: value for name, value in asdict(default).items() if name in values}
-            return (Part(1, None, SearchSpace(values, chosen, lambda given: attention_prefill_hopper.shared_bytes(
-                spec, replace(default, **given)) <= limit)),)
+            return (Part(1, None, SearchSpace(
+                values, chosen, lambda given: attention_prefill_hopper.fits(spec, replace(default, **given)))),)
         return (Part(1, None, SearchSpace(
             {"warps": (4, 8), "row_tiles": (1, 2), "keys": (16, 32, 64)}, asdict(default),
             lambda given: attention_prefill.shared_bytes(spec, replace(default, **given)) <= limit)),)

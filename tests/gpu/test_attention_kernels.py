@@ -23,7 +23,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from tests.helpers import attention_builds
 
     folder = tmp_path_factory.mktemp("attention")
-    attention_builds.build(folder, local_gpu_arch(), tune=False)
+    arch = local_gpu_arch()
+    attention_builds.build(folder, arch, attention_builds.builds(tune=False, arch=arch))
     return attention_device.Library(folder)
 
 

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill import default_tuning as mma_tuning
 from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import HopperTuning
+from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import default_tuning as hopper_tuning
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
 from relaxpack.schedules.kernels.cuda.sampling import sample
@@ -67,12 +69,35 @@ def builds(tune: bool, mma: bool = True, arch: str = "sm_90a") -> dict[str, tupl
     return found
 
 
-def build(folder: Path, arch: str, tune: bool, mma: bool = True, only: str = "") -> None:
+# what benchmarks/gpu/prefill_attention.py times: changes of the default tuning
+PREFILL_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "8b": {"free": {"ping_pong": False}, "own_heads": {"packed": False}, "3_stages": {"stages": 3, "query_stages": 1},
+           "160_keys": {"keys": 160, "query_stages": 1}, "block_a_tile": {"blocks": 0}},
+    "1b": {"2_consumers": {"consumers": 2}, "4_stages": {"stages": 4}}, "7b": {"own_heads": {"packed": False}},
+    "d256": {"80_keys": {"keys": 80}},
+}
+
+
+def prefill_builds() -> dict[str, tuple[Any, Kernel]]:
+    """Hopper's prefill attention: small ones for numerics, the models', and variants of these."""
+    small = {"d64_p16": spec(8, 2, 64), "d128_p64_f16": spec(8, 1, 128, 64, 160, "float16"), "d256_p16": spec(4, 4, 256),
+             "d128_p8": spec(12, 4, 128, 8, 1100), "d64_g7_w": spec(14, 2, 64, window=700),
+             "d128_p256_w": spec(8, 2, 128, 256, 160, window=100)}
+    found = {f"prefill.{name}": (s, prefill_attention(s, "sm_90a")) for name, s in small.items()}
+    for model, s in {"8b": LLAMA_8B, "1b": LLAMA_1B, "7b": QWEN_7B, "d256": spec(16, 8, 256, 16, 2048)}.items():
+        default = hopper_tuning(s)
+        for name, change in {"": {}, **PREFILL_VARIANTS[model]}.items():
+            full = f"prefill.{model}@{name}" if name else f"prefill.{model}"
+            found[full] = s, prefill_attention(s, "sm_90a", replace(default, **change))
+    return found
+
+
+def build(folder: Path, arch: str, kernels: dict[str, tuple[Any, Kernel]], only: str = "") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     funcs: dict[str, Any] = {}
     manifest: dict[str, Any] = {"arch": arch, "kernels": {}}
-    for name, (s, kernel) in builds(tune, mma, arch).items():
+    for name, (s, kernel) in kernels.items():
         if only and not any(part in name for part in only.split(",")):
             continue
         stages = []
@@ -95,5 +120,7 @@ if __name__ == "__main__":
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--no-mma", action="store_true", help="leave out prefill for other architectures")
     parser.add_argument("--only", default="")
+    parser.add_argument("--prefill", action="store_true", help="only Hopper's prefill attention and its variants")
     args = parser.parse_args()
-    build(args.folder, args.arch, args.tune, not args.no_mma, args.only)
+    wanted = prefill_builds() if args.prefill else builds(args.tune, not args.no_mma, args.arch)
+    build(args.folder, args.arch, wanted, args.only)

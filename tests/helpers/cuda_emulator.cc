@@ -7,7 +7,7 @@ unsigned char* smem = smem_storage[0];
 unsigned char* shared_of(int rank) { return smem_storage[rank]; }
 Fiber* cur;
 std::vector<Fiber> fibers;
-Dim3 block_idx;
+Dim3 block_idx, grid_dim;
 int cluster = 1;
 static Named named_storage[kMaxCluster][16];
 Named* named = named_storage[0];
@@ -119,6 +119,7 @@ extern "C" void emu_late(void* at, const void* content, long bytes) {
 extern "C" int emu_run(void (*kernel)(void**), void** args, int gx, int gy, int gz, int threads, int cluster) {
   if (gx % cluster || cluster > emu::kMaxCluster || (cluster > 1 && threads % emu::kWarp)) return 1;
   emu::entry = kernel; emu::entry_args = args; emu::cluster = cluster;
+  emu::grid_dim = {gx, gy, gz};
   int failed = 0;
   for (int z = 0; z < gz; ++z) for (int y = 0; y < gy; ++y) for (int x = 0; x < gx; x += cluster)
     if (!failed) failed = emu::run_cluster({x, y, z}, threads);

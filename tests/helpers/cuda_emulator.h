@@ -10,6 +10,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <algorithm>
+#include <initializer_list>
 #include <type_traits>
 #include <vector>
 
@@ -58,7 +60,7 @@ struct Fiber {
 };
 extern Fiber* cur;
 extern std::vector<Fiber> fibers;
-extern Dim3 block_idx;
+extern Dim3 block_idx, grid_dim;
 extern int cluster;                       // blocks of a cluster, neighbours along x
 void wait(State s);
 inline Fiber& lane(int i) { return fibers[cur->index / kWarp * kWarp + i]; }
@@ -207,42 +209,61 @@ inline void stmatrix4(uint32_t addr, const uint32_t* r) {
   for (int m = 0; m < 4; ++m) memcpy((char*)lane(m * 8 + lane_id() / 4).slot + lane_id() % 4 * 4, &r[m], 4);
   wait(kWarpWait);
 }
-// Two-dimensional TMA: boxes of elements of 2 or 4 bytes, swizzled by the address bits of shared memory, zeros outside.
-struct Map { unsigned char* data; int64_t columns, rows, pitch; int32_t box_columns, box_rows, swizzle, size; };
-// A copy under way: a box of a map, or `x` bytes from `from`.
-struct Tma { Map map; int x, y; unsigned char* base; uint32_t offset; Barrier* done; Fiber* storer; const void* from; };
+// TMA: boxes of elements of 2 or 4 bytes in up to five dimensions, the first one contiguous, swizzled by the address bits of
+// shared memory, zeros outside.
+struct Map { unsigned char* data; int64_t rank, sizes[5], strides[5], box[5], swizzle; };       // strides in bytes
+// A copy under way: a box of a map, or `bytes` from `from`.
+struct Tma {
+  unsigned char* base; uint32_t offset; Map map; int at[5]; Barrier* done; Fiber* storer; const void* from; uint32_t bytes;
+};
 extern std::deque<Tma> in_flight;
 inline void tma_finish(const Tma& c) {
-  if (c.from) { memcpy(c.base + c.offset, c.from, c.x); c.done->bytes -= c.x; mbarrier_settle(*c.done); return; }
+  if (c.from) { memcpy(c.base + c.offset, c.from, c.bytes); c.done->bytes -= c.bytes; mbarrier_settle(*c.done); return; }
   const Map& m = c.map;
-  int bits = m.swizzle ? (1 << m.swizzle) - 1 : 0;
-  for (int r = 0; r < m.box_rows; ++r) for (int j = 0; j < m.box_columns; ++j) {
-    uint32_t a = c.offset + (r * m.box_columns + j) * m.size;
+  const int bits = m.swizzle ? (1 << m.swizzle) - 1 : 0, size = m.strides[0];
+  int64_t count = 1;
+  for (int d = 0; d < m.rank; ++d) count *= m.box[d];
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t a = c.offset + i * size;
     a ^= (a >> 7 & bits) << 4;
-    bool inside = c.x + j >= 0 && c.x + j < m.columns && c.y + r >= 0 && c.y + r < m.rows;
-    unsigned char* global = m.data + (c.y + r) * m.pitch + (c.x + j) * m.size;
-    if (c.storer) { if (inside) memcpy(global, c.base + a, m.size); }
-    else if (inside) memcpy(c.base + a, global, m.size);
-    else memset(c.base + a, 0, m.size);
+    bool inside = true;
+    unsigned char* global = m.data;
+    for (int64_t d = 0, rest = i; d < m.rank; rest /= m.box[d++]) {
+      int64_t x = c.at[d] + rest % m.box[d];
+      inside &= x >= 0 && x < m.sizes[d];
+      global += x * m.strides[d];
+    }
+    if (c.storer) { if (inside) memcpy(global, c.base + a, size); }
+    else if (inside) memcpy(c.base + a, global, size);
+    else memset(c.base + a, 0, size);
   }
   if (c.storer) { --c.storer->stores; return; }
-  c.done->bytes -= m.box_rows * m.box_columns * m.size;
+  c.done->bytes -= count * size;
   mbarrier_settle(*c.done);
 }
-inline void tma_load(uint32_t dst, const void* map, int x, int y, uint32_t bar, unsigned mask) {
+inline Tma tma_at(const void* map, std::initializer_list<int> at, unsigned char* base, uint32_t offset) {
   const Map* m = (const Map*)map;
-  if (dst % 128 || (m->swizzle ? m->box_columns * m->size > 16 << m->swizzle : m->box_columns > 256) || m->pitch % 16) {
-    fprintf(stderr, "bad TMA box\n"); abort(); }
-  for (int rank = 0; rank < cluster; ++rank) if (mask >> rank & 1)
-    in_flight.push_back({*m, x, y, shared_of(rank), dst, (Barrier*)(shared_of(rank) + bar), nullptr});
+  bool bad = (int64_t)at.size() != m->rank || offset % 128 || (m->swizzle && m->box[0] * m->strides[0] > 16 << m->swizzle);
+  for (int d = 0; d < m->rank; ++d) bad |= m->box[d] > 256 || (d > 0 && m->strides[d] % 16 != 0);
+  if (bad) { fprintf(stderr, "bad TMA box\n"); abort(); }
+  Tma copy = {base, offset, *m};
+  std::copy(at.begin(), at.end(), copy.at);
+  return copy;
+}
+inline void tma_load(uint32_t dst, const void* map, std::initializer_list<int> at, uint32_t bar, unsigned mask) {
+  for (int rank = 0; rank < cluster; ++rank) if (mask >> rank & 1) {
+    in_flight.push_back(tma_at(map, at, shared_of(rank), dst));
+    in_flight.back().done = (Barrier*)(shared_of(rank) + bar);
+  }
 }
 inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
   if (dst % 16 || (uintptr_t)src % 16 || bytes % 16) { fprintf(stderr, "bulk copy not aligned\n"); abort(); }
-  in_flight.push_back({Map(), (int)bytes, 0, smem, dst, (Barrier*)(smem + bar), nullptr, src});
+  in_flight.push_back({smem, dst, {}, {}, (Barrier*)(smem + bar), nullptr, src, bytes});
 }
-inline void tma_store(const void* map, int x, int y, uint32_t src) {
+inline void tma_store(const void* map, std::initializer_list<int> at, uint32_t src) {
   ++cur->stores;
-  in_flight.push_back({*(const Map*)map, x, y, smem, src, nullptr, cur});
+  in_flight.push_back(tma_at(map, at, smem, src));
+  in_flight.back().storer = cur;
 }
 inline void tma_wait(int left) { while (cur->stores > left) wait(kRun); }
 // distributed shared memory
@@ -270,6 +291,7 @@ inline void cluster_wait() {
 
 #define threadIdx (emu::cur->tid)
 #define blockIdx (emu::block_idx)
+#define gridDim (emu::grid_dim)
 typedef emu::Map CUtensorMap;
 inline void __syncthreads() { emu::wait(emu::kBlockWait); }
 inline void __syncwarp(unsigned = ~0u) { emu::wait(emu::kWarpWait); }
@@ -278,6 +300,14 @@ template <class V> V __shfl_xor_sync(unsigned, V v, int m, int = 32) { return em
 template <class V> V __shfl_sync(unsigned, V v, int l, int = 32) { return emu::exchange(v, l & 31); }
 template <class V> V __shfl_up_sync(unsigned, V v, int d, int = 32) { return emu::exchange(v, emu::lane_id() - d); }
 template <class V> V __shfl_down_sync(unsigned, V v, int d, int = 32) { return emu::exchange(v, emu::lane_id() + d); }
+inline int __reduce_add_sync(unsigned, int v) {
+  for (int i = 1; i < 32; i *= 2) v += emu::exchange(v, emu::lane_id() ^ i);
+  return v;
+}
+inline int __reduce_max_sync(unsigned, int v) {
+  for (int i = 1; i < 32; i *= 2) { int other = emu::exchange(v, emu::lane_id() ^ i); v = other > v ? other : v; }
+  return v;
+}
 inline unsigned __ballot_sync(unsigned, int p) {
   int mine = p; emu::cur->slot = &mine; emu::wait(emu::kWarpWait);
   unsigned r = 0;

@@ -30,6 +30,8 @@ RULES: list[tuple[str, Any]] = [
     (r"ld\.global(\.nc|\.cg)?(\.L\S+?)?\.b32", lambda o, i, m: f"memcpy(&{o[0]}, {i[0]}, 4);"),
     (r"st\.(global|shared)\.v[24]\.b32", lambda o, i, m: "".join(
         f"memcpy(({_base(m)}{i[0]}) + {4 * k}, &{v}, 4);" for k, v in enumerate(i[1:]))),
+    (r"ld\.shared\.v[24]\.b32", lambda o, i, m: "".join(
+        f"memcpy(&{v}, (char*)emu::smem + {i[0]} + {4 * k}, 4);" for k, v in enumerate(o))),
     (r"st\.global\.b32", lambda o, i, m: f"memcpy((char*){i[0]}, &{i[1]}, 4);"),
     (r"ex2\.approx\.ftz\.f32", lambda o, i, m: f"{o[0]} = exp2f({i[0]});"),
     (r"lg2\.approx\.ftz\.f32", lambda o, i, m: f"{o[0]} = log2f({i[0]});"),
@@ -47,7 +49,7 @@ RULES: list[tuple[str, Any]] = [
     (r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", lambda o, i, m: f"{o[0]} = emu::movmatrix({i[0]});"),
     (r"\{ \.reg \.pred ps0; setp\.ne\.b32 ps0, %\d+, 0; wgmma\.mma_async\S+", lambda o, i, m: _wgmma(o, i, m)),
     (r"wgmma\.(fence|commit_group|wait_group)\.\S+", lambda o, i, m: ""),
-    (r"(setmaxnreg|fence\.proxy|griddepcontrol\.launch_dependents)\S*", lambda o, i, m: ""),
+    (r"(setmaxnreg|fence\.proxy|prefetch\.tensormap|griddepcontrol\.launch_dependents)\S*", lambda o, i, m: ""),
     (r"griddepcontrol\.wait", lambda o, i, m: "emu::grid_wait();"),
     (r"mov\.u32 %0, %%cluster_ctarank", lambda o, i, m: f"{o[0]} = emu::cur->rank;"),
     (r"mov\.u32 %0, %clusterid\.x", lambda o, i, m: f"{o[0]} = emu::block_idx.x / emu::cluster;"),
@@ -59,6 +61,8 @@ RULES: list[tuple[str, Any]] = [
         f"memcpy(&{v}, emu::smem + {i[0]} + {4 * k}, 4);" for k, v in enumerate(o))),
     (r"barrier\.cluster\.arrive\S*", lambda o, i, m: "emu::cluster_arrive();"),
     (r"barrier\.cluster\.wait\S*", lambda o, i, m: "emu::cluster_wait();"),
+    (r"\{ \.reg \.pred p; setp\.lt\.f32 p, %0, 0f00000000; @p exit; \}", lambda o, i, m:
+        f'if ({i[0]} < 0) {{ fprintf(stderr, "a thread would exit\\n"); abort(); }}'),
     (r"bar\.sync", lambda o, i, m: f"emu::named_sync({i[0]}, {i[1]});"),
     (r"bar\.arrive", lambda o, i, m: f"emu::named_arrive({i[0]}, {i[1]});"),
     (r"mbarrier\.init\.\S+", lambda o, i, m: f"emu::mbarrier_init({i[0]}, {i[1]});"),
@@ -66,10 +70,10 @@ RULES: list[tuple[str, Any]] = [
     (r"\{ \.reg \.pred p; setp\.ne\.b32 p, %1, 0; @p mbarrier\.arrive\.shared::cluster\.b64", lambda o, i, m:
         f"if ({i[1]}) emu::mbarrier_arrive({i[0]});"),
     (r"fence\.mbarrier_init\.release\.cluster", lambda o, i, m: ""),
-    (r"cp\.async\.bulk\.tensor\.2d\.shared::cluster\.global\S*", lambda o, i, m:
-        f"emu::tma_load({', '.join(i[:5])}, {i[5] if 'multicast' in m else '1u << emu::cur->rank'});"),
+    (r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\S*", lambda o, i, m: _tma_load(i, m)),
     (r"cp\.async\.bulk\.shared::cluster\.global\S*", lambda o, i, m: f"emu::bulk_load({', '.join(i[:4])});"),
-    (r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta\S*", lambda o, i, m: f"emu::tma_store({', '.join(i)});"),
+    (r"cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta\S*", lambda o, i, m:
+        f"emu::tma_store({i[0]}, {{{', '.join(i[1:-1])}}}, {i[-1]});"),
     (r"cp\.async\.bulk\.commit_group", lambda o, i, m: ""),          # every store is a group of its own
     (r"cp\.async\.bulk\.wait_group(\.read)?", lambda o, i, m: f"emu::tma_wait({m.split()[-1]});"),
     (r"stmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16", lambda o, i, m:
@@ -105,6 +109,12 @@ def _wgmma(out: list[str], inp: list[str], text: str) -> str:
             + " ".join(f"{v} = c[{k}];" for k, v in enumerate(out)) + " }")
 
 
+def _tma_load(inp: list[str], text: str) -> str:
+    rank = int(re.findall(r"tensor\.(\d)d", text)[0])
+    mask = inp[3 + rank] if "multicast" in text else "1u << emu::cur->rank"
+    return f"emu::tma_load({inp[0]}, {inp[1]}, {{{', '.join(inp[2:2 + rank])}}}, {inp[2 + rank]}, {mask});"
+
+
 def _copy_bytes(text: str) -> str:
     return re.findall(r"\], (\d+)", text)[0]
 
@@ -123,11 +133,17 @@ def _translate(match: re.Match[str]) -> str:
 
 
 class TensorMap(ctypes.Structure):
-    """What a kernel's tensor map says: a row-major matrix of 2- or 4-byte elements, the box of a copy, its swizzle."""
+    """What cuTensorMapEncodeTiled was told about an array of elements of 2 or 4 bytes, laid out as the emulator's Map.
+    Sizes, strides in bytes (of all dimensions but the first one) and box, the contiguous dimension first; swizzle 0 to 3."""
 
-    _fields_ = [("data", ctypes.c_void_p), ("columns", ctypes.c_int64), ("rows", ctypes.c_int64), ("pitch", ctypes.c_int64),
-                ("box_columns", ctypes.c_int32), ("box_rows", ctypes.c_int32), ("swizzle", ctypes.c_int32),
-                ("size", ctypes.c_int32)]
+    _fields_ = [("data", ctypes.c_void_p), ("rank", ctypes.c_int64), ("sizes", ctypes.c_int64 * 5),
+                ("strides", ctypes.c_int64 * 5), ("box", ctypes.c_int64 * 5), ("swizzle", ctypes.c_int64)]
+
+    def __init__(self, array: np.ndarray, element: int, sizes: list[int], strides: list[int], box: list[int],
+                 swizzle: int) -> None:
+        assert sum((n - 1) * s for n, s in zip(sizes, [element, *strides], strict=True)) + element <= array.nbytes
+        super().__init__(array.ctypes.data, len(sizes), (ctypes.c_int64 * 5)(*sizes),
+                         (ctypes.c_int64 * 5)(element, *strides), (ctypes.c_int64 * 5)(*box), swizzle)
 
 
 class EmulatedModule:

@@ -21,6 +21,9 @@ import tvm
 from relaxpack.errors import EnvironmentProblem
 from relaxpack.schedules.cuda_compile import compile_module, device_modules, prepare_cuda_compiler
 from relaxpack.target import TargetSpec
+from tests.helpers.cuda_emulator import TensorMap
+
+ENCODE = re.compile(r'"runtime.cuTensorMapEncodeTiled", (\w+), "(\w+)", (\d), (\w+)\.data, ([^\n]+)\)')
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,22 @@ def generate_source(funcs: dict[str, Any], arch: str) -> str:
         return cuda_source(lower(funcs, arch))
     finally:
         tvm.register_global_func("tvm_callback_cuda_compile", original, override=True)
+
+
+def tensor_maps(func: Any, arguments: dict[str, Any]) -> dict[str, TensorMap]:
+    """What the host part of a kernel encodes with cuTensorMapEncodeTiled, by the name of the map, for the emulator: read
+    off its script, with `arguments` (NumPy arrays and symbolic sizes) by parameter name."""
+    sizes = {name: value for name, value in arguments.items() if isinstance(value, int)}
+    found = {}
+    for name, dtype, dimensions, buffer, rest in ENCODE.findall(func.script()):
+        rank = int(dimensions)
+        numbers = [int(eval(number.replace("T.int64", ""), {}, sizes)) for number in rest.split(", ")]
+        dims, numbers = numbers[:rank], numbers[rank:]
+        strides, numbers = numbers[:rank - 1], numbers[rank - 1:]
+        box, steps, (interleave, swizzle, *_) = numbers[:rank], numbers[rank:2 * rank], numbers[2 * rank:]
+        assert steps == [1] * rank and interleave == 0 and max(box) <= 256, "the emulator knows dense boxes only"
+        found[name] = TensorMap(arguments[buffer], 4 if dtype == "uint32" else 2, dims, strides, box, swizzle)
+    return found
 
 
 def resources(source_text: Any, arch: str) -> list[Resources]:

@@ -3,7 +3,6 @@ references. Shapes must be small; real speed and wgmma kernels are for the tests
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import ml_dtypes
@@ -15,12 +14,11 @@ from relaxpack.schedules.cuda_compile import compile_module, device_modules
 from relaxpack.target import parse_target
 from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
 from tests.helpers import cuda_emulator
-from tests.helpers.cuda_harness import generate_source
+from tests.helpers.cuda_harness import generate_source, tensor_maps
 
 NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 # Largest relative error ‖out - reference‖ / ‖reference‖ by the dtype of the output.
 TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 2e-6}
-
 
 
 def _packed_fma(out: list[str], inp: list[str], mnemonic: str) -> str:
@@ -38,10 +36,6 @@ def _lop3(out: list[str], inp: list[str], mnemonic: str) -> str:
     return f"{{ uint32_t r = {' | '.join(terms)}; {out[0]} = r; }}"
 
 
-ENCODE = re.compile(r'"runtime.cuTensorMapEncodeTiled", (\w+), "(\w+)", 2, (\w+)\.data, ([\w, ]+)\)')
-
-cuda_emulator.RULES.insert(0, (r"ld\.shared\.v[24]\.b32", lambda o, i, m: "".join(
-    f"memcpy(&{v}, (char*)emu::smem + {i[0]} + {4 * k}, 4);" for k, v in enumerate(o))))
 def _prmt(out: list[str], inp: list[str], mnemonic: str) -> str:
     return (f"{{ uint64_t both = (uint64_t)({inp[1]}) << 32 | (uint32_t)({inp[0]}); uint32_t select = {inp[2]}, r = 0; "
             "for (int b = 0; b < 4; ++b) r |= (uint32_t)(both >> (select >> 4 * b & 7) * 8 & 255) << 8 * b; "
@@ -105,20 +99,6 @@ def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.full(shape, np.nan, NUMPY[dtype])
 
 
-def tensor_maps(func: Any, arguments: dict[str, Any]) -> dict[str, cuda_emulator.TensorMap]:
-    """What the host part of a kernel encodes with cuTensorMapEncodeTiled, by the name of the map: read off its script."""
-    found = {}
-    for name, dtype, buffer, numbers in ENCODE.findall(func.script()):
-        columns, rows, pitch, box_columns, box_rows, *rest = (
-            int(arguments["t"]) if number == "t" else int(number) for number in numbers.split(", "))
-        assert rest[:3] == [1, 1, 0], "the emulator knows dense boxes only"
-        array = arguments[buffer]
-        size = 4 if dtype == "uint32" else 2
-        assert array.nbytes >= rows * columns * size
-        found[name] = cuda_emulator.TensorMap(array.ctypes.data, columns, rows, pitch, box_columns, box_rows, rest[3], size)
-    return found
-
-
 def emulate(func: Any, grid: tuple[int, ...], threads: int, arch: str = "sm_90a", machine_code: bool = True,
             cluster: int = 1, late: tuple[str, ...] = (), **arguments: Any) -> None:
     """Compile one PrimFunc, run it on the emulator. Outputs are written in place. Without `machine_code` nvcc does not see
@@ -133,7 +113,7 @@ def emulate(func: Any, grid: tuple[int, ...], threads: int, arch: str = "sm_90a"
     (kernel,) = module.parameters
     views = {name: value.view(np.uint16) if isinstance(value, np.ndarray) and value.dtype.itemsize == 2 else value
              for name, value in arguments.items()}
-    module.run(kernel, grid, threads, cluster, late, **views, **tensor_maps(func, arguments))
+    module.run(kernel, grid, threads, cluster, late, **views, **tensor_maps(func, views))
 
 
 def format_of(name: str) -> WeightFormat:

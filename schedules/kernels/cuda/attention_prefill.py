@@ -313,12 +313,13 @@ def prefill_attention(spec: AttentionSpec, arch: str = "sm_90a",
     """q I[t, H*D], layer, pages, page_table i32[b, max_pages], query_start i32[b+1], lengths i32[b] → y I[t, H*D]."""
     check_spec(spec)
     if tuning is None:
-        on_hopper = arch == "sm_90a" and hopper.supported(spec)
-        tuning = hopper.default_tuning(spec) if on_hopper else default_tuning(spec, arch)
+        use_hopper = arch == "sm_90a" and hopper.supported(spec)
+        tuning = hopper.default_tuning(spec) if use_hopper else default_tuning(spec, arch)
     name = (f"prefill_attention_{SHORT[spec.kv_dtype]}_h{spec.num_heads}x{spec.num_kv_heads}_d{spec.head_dim}"
             f"_p{spec.page_size}x{spec.max_pages}" + (f"_w{spec.window}" if spec.window else ""))
-    build = hopper.function if isinstance(tuning, hopper.HopperTuning) else _function
-    stage = Stage(finish(build(spec, tuning)), name,
+    on_hopper = isinstance(tuning, hopper.HopperTuning)
+    func = finish(hopper.function(spec, tuning), early=True) if on_hopper else finish(_function(spec, tuning))
+    stage = Stage(func, name,
                   inputs=("q", "layer", "pages", "page_table", "query_start", "lengths"), outputs=("y",))
-    source = "rule:cuda.prefill_attention" + ("_hopper" if build is hopper.function else "")
+    source = "rule:cuda.prefill_attention" + ("_hopper" if on_hopper else "")
     return Kernel((stage,), source=source)

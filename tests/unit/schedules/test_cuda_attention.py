@@ -12,7 +12,13 @@ import pytest
 
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import TOP_LOGPROBS, AttentionSpec, Kernel, SamplingSpec
-from relaxpack.schedules.kernels.cuda import attention_prefill, rope_append, sampling_pick, sampling_scan
+from relaxpack.schedules.kernels.cuda import (
+    attention_prefill,
+    attention_prefill_hopper,
+    rope_append,
+    sampling_pick,
+    sampling_scan,
+)
 from relaxpack.schedules.kernels.cuda import top_logprobs as top_logprobs_kernel
 from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
 from relaxpack.schedules.kernels.cuda.attention_decode_merge import MERGE_WARPS
@@ -55,7 +61,8 @@ def emulate(kernel: Kernel, grids: list[tuple[int, ...]], threads: list[int], bu
         held[name] = (np.full(shape, NAN_BITS[dtype], np.uint16) if dtype in NAN_BITS
                       else np.full(shape, np.nan if dtype == "float32" else -7, dtype))
     for stage, grid, count in zip(kernel.stages, grids, threads, strict=True):
-        module.run(stage.name + "_kernel", grid, count, **held, **sizes)
+        maps = harness.tensor_maps(stage.func, {**held, **sizes})
+        module.run(stage.name + "_kernel", grid, count, **held, **sizes, **maps)
 
 
 def decode_error(s: AttentionSpec, lengths: list[int], tuning: DecodeTuning, magnitude: float = 1.0) -> float:
@@ -70,10 +77,12 @@ def decode_error(s: AttentionSpec, lengths: list[int], tuning: DecodeTuning, mag
 def prefill_error(s: AttentionSpec, queries: list[int], cached: list[int], tuning: Any, magnitude: float = 1.0) -> float:
     case = make_case(s, [a + b for a, b in zip(queries, cached, strict=True)], queries, magnitude=magnitude)
     y = np.full_like(case.q, NAN_BITS[s.activation_dtype])
-    hopper = isinstance(tuning, HopperTuning)
-    rows, threads = (128, 384) if hopper else (tuning.rows, tuning.warps * 32)
     t = sum(queries)
-    emulate(prefill_attention(s, tuning=tuning), [(s.num_heads, -(-t // rows) + len(queries))], [threads],
+    if isinstance(tuning, HopperTuning):
+        grid, threads = (tuning.grid(s, t, len(queries)),), tuning.threads
+    else:
+        grid, threads = (s.num_heads, -(-t // tuning.rows) + len(queries)), tuning.warps * 32
+    emulate(prefill_attention(s, tuning=tuning), [grid], [threads],
             {**inputs(case), "y": y}, {"t": t, "b": len(queries), "p": case.num_pages, "layer": case.layer})
     return relative_error(from_bits(y, s.activation_dtype), reference(case))
 
@@ -103,9 +112,11 @@ def test_decode_attention_equals_float64(s: AttentionSpec, lengths: list[int], t
     (spec(2, 1, 96, window=50), [100, 20], [90, 80], PrefillTuning(4, 1, 32), 1.0),
     (spec(1, 1, 256, 8), [3, 70], [0, 0], PrefillTuning(8, 1, 64), 5.0),
     (spec(1, 1, 64), [2] * 40, [3] * 40, PrefillTuning(4, 1, 16), 1.0),                      # more than 32 sequences
-    (spec(2, 1, 128), [1, 17, 130], [0, 5, 370], HopperTuning(), 1.0),
-    (spec(2, 1, 64, window=50), [100, 0, 20], [390, 0, 80], HopperTuning(), 1.0),
-    (spec(1, 1, 256, 8, "float16"), [3, 70], [0, 200], HopperTuning(keys=64), 5.0),
+    (spec(8, 2, 128), [1, 17, 130], [0, 5, 370], HopperTuning(blocks=3), 1.0),                # tours of several tiles
+    (spec(7, 1, 64, window=50), [100, 0, 20] + [2] * 40, [390, 0, 80] + [3] * 40,
+     HopperTuning(consumers=3, blocks=5), 1.0),                                              # 27 tokens of 7 heads a tile
+    (spec(1, 1, 256, 8, "float16"), [3, 70], [0, 200], HopperTuning(keys=64, query_stages=1), 5.0),
+    (spec(2, 1, 64, 256), [150, 300], [173, 0], HopperTuning(keys=64, packed=False, blocks=0, ping_pong=False), 1.0),
 ])
 def test_prefill_attention_equals_float64(s: AttentionSpec, queries: list[int], cached: list[int], tuning: Any,
                                           magnitude: float) -> None:
@@ -269,6 +280,14 @@ def test_default_tunings_fit_shared_memory(arch: str, head_dim: int) -> None:
     tuning = default_tuning(s, arch)
     assert shared_bytes(s, tuning) <= limit
     assert attention_prefill.shared_bytes(s, attention_prefill.default_tuning(s, arch)) <= limit
+    assert attention_prefill_hopper.supported(s) == (head_dim in (64, 128, 256))
+
+
+@pytest.mark.parametrize(("page_size", "source"), [
+    (16, "prefill_attention_hopper"), (256, "prefill_attention_hopper"), (8, "prefill_attention_hopper"),
+    (4, "prefill_attention"), (48, "prefill_attention")])
+def test_pages_that_no_bulk_copy_fits_take_the_portable_kernel(page_size: int, source: str) -> None:
+    assert prefill_attention(spec(head_dim=128, page_size=page_size)).source == "rule:cuda." + source
 
 
 @pytest.mark.parametrize(("make", "message"), [
