@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 LAYERS = 32
 HIDDEN = {"8b": 4096, "1b": 2048, "7b": 3584}
-CASES = ((128, 512), (32, "ragged"), (1, 512), (8, "ragged"), (64, 512), (2, 512), (4, 512), (1, 32768), (16, 8192), (8, 512),
-         (32, 2048), (1, 8192), (8, 2048), (16, 512), (32, 512), (1, 2048))
+CASES = ((128, 512), (32, "ragged"), (1, 512), (8, "ragged"), (64, 512), (2, 512), (4, 512), (1, 32768), (16, 8192),
+         (8, 512), (32, 2048), (1, 8192), (8, 2048), (16, 512), (32, 512), (1, 2048))
 # cluster, warps, stages, key tiles, blocks that may share a multiprocessor (0: as many as fit), by largest batch
 VARIANTS: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((8, 4, 4, 1, 1), (8, 4, 3, 1, 1), (16, 4, 3, 1, 1), (8, 8, 2, 2, 1)),
