@@ -25,7 +25,8 @@ from benchmarks.gpu.matmul_variants import LINEARS
 
 LAYERS = 12
 EPSILON = 1e-5
-CHAINS = (("1b", None), ("8b", "q4_1"), ("8b", None), ("8b", "q4_0"))
+CHAINS = (("1b", None), ("8b", "q4_1"), ("8b", None), ("8b", "q4_0"), ("7b", None), ("8b", "q8_0"))
+HEADS = (("1b", None), ("8b", None), ("8b", "q4_1"), ("8b", "q8_0"))
 PARTS = ("qkv", "o", "gate_up", "down")
 PER_MODULE = 24
 Config = tuple[int, int, bool, int, int]      # warps, unroll, ahead, strips, blocks_per_sm
@@ -59,6 +60,11 @@ def configs(k: int, weight: str | None) -> list[Config]:
     return [c for c in found if c[0] * c[1] * (1 + c[2]) * 64 <= k]
 
 
+def head_configs(weight: str | None) -> list[Config]:
+    found = [(8, 2, False, 1, 4), (8, 1, True, 1, 4), (8, 2, False, 1, 3), (8, 4, False, 1, 2)]
+    return [*found, (8, 1, False, 2, 4), (8, 4, False, 1, 3), (16, 2, False, 1, 2)] if weight is not None else found
+
+
 def name_of(part: str, model: str, weight: str | None, config: Config, role: str) -> str:
     return f"chain_{model}_{weight or 'bf16'}_{part}_{role}_" + "_".join(str(int(c)) for c in config)
 
@@ -73,10 +79,11 @@ def kernel(n: int, k: int, weight: str | None, config: Config, name: str, **opti
     warps, unroll, ahead, strips, blocks = config
     common: dict[str, Any] = {"warps": warps, "unroll": unroll, "ahead": ahead, "strips": strips, "blocks_per_sm": blocks,
                               "dependent_launch": True, "name": name, **options}
+    out_dtype = common.pop("out_dtype", "bfloat16")
     common["glu"] = "swiglu" if common.pop("swiglu", False) else None
     if weight is None:
-        return gemm_rows(n, k, "bfloat16", "bfloat16", **common)
-    return gemm_rows_quant(n, k, FORMATS[weight], "bfloat16", "bfloat16", **common)
+        return gemm_rows(n, k, "bfloat16", out_dtype, **common)
+    return gemm_rows_quant(n, k, FORMATS[weight], "bfloat16", out_dtype, **common)
 
 
 def role_options(part: str, role: str) -> dict[str, Any]:
@@ -97,6 +104,11 @@ def kernels() -> dict[str, tuple[Any, ...]]:
             mine = rule(n, k, swiglu, weight)
             for config, role in [(mine, "plain"), (mine, "folded"), *((c, "folded") for c in configs(k, weight))]:
                 found[name_of(part, model, weight, config, role)] = (n, k, weight, config, role_options(part, role))
+    for model, weight in HEADS:
+        n, k, swiglu = LINEARS[f"{model}.head"]
+        for config in {rule(n, k, swiglu, weight), *head_configs(weight)}:
+            found[name_of("head", model, weight, config, "folded")] = (
+                n, k, weight, config, {"norm_epsilon": EPSILON, "out_dtype": "float32"})
     for weight in (None, "q4_0", "q4_1", "q8_0", "fp8"):
         for part, (n, k) in (("o", (1072, 1088)), ("qkv", (1040, 2112)), ("gate_up", (1056, 1088))):
             for config in ((8, 2, False, 1, 4), (4, 2, True, 2, 2)):
@@ -132,8 +144,8 @@ def build(folder: Path, only: str = "") -> None:
         print(f"{library.name}: {len(part)} kernels", flush=True)
     checks = {name: [n, k, weight, options] for name, (n, k, weight, _, options) in kernels().items()
               if name.startswith("check")}
-    rules = {f"{model} {weight}": {part: rule(*LINEARS[f"{model}.{part}"], weight) for part in PARTS}
-             for model, weight in CHAINS}
+    rules = {f"{model} {weight}": {part: rule(*LINEARS[f"{model}.{part}"], weight) for part in (*PARTS, "head")
+                                   if f"{model}.{part}" in LINEARS} for model, weight in CHAINS}
     (folder / "index.json").write_text(json.dumps({"kernels": index, "checks": checks, "rules": rules}))
 
 
@@ -278,6 +290,27 @@ class Run:
                         best, choice = us, tried
         torch.cuda.empty_cache()
 
+    def heads(self) -> None:
+        """The LM head by itself, over copies of its weight."""
+        from benchmarks.gpu.kernels_matmul import copies_to_rotate
+
+        for model, weight in HEADS:
+            n, k, _ = LINEARS[f"{model}.head"]
+            copies, _ = self.weights(n, k, weight, False, copies_to_rotate(n * k))
+            x, y = self.bench.random((1, k), "bfloat16"), self.torch.empty((1, n), device="cuda")
+            squares = self.torch.rand((1, k // 16), device="cuda")
+            size = sum(b.numel() * b.element_size() for b in copies[0])
+            mine = self.index["rules"][f"{model} {weight}"]["head"]
+            for config in [mine, *head_configs(weight), mine]:
+                function = self.function(name_of("head", model, weight, tuple(config), "folded"))
+                us = self.bench.time([partial(function, x, *b, squares, y) for b in copies], 21)
+                self.result["chains"].append({"model": model, "weight": weight or "bf16", "rows": 1,
+                                              "what": f"head {config}", "us_per_layer": us, "tb_s": size / us / 1e6,
+                                              "choice": {"head": config}, "error": 0.0})
+            del copies
+            self.torch.cuda.empty_cache()
+        self.save()
+
     def difference(self, got: Any, expected: Any) -> float:
         return float((got.double() - expected.double()).norm() / expected.double().norm())
 
@@ -288,6 +321,8 @@ class Run:
             except Exception as error:      # one broken kernel must not hide the others
                 self.result["failures"].append({"name": name, "error": f"{type(error).__name__}: {error}"[:400]})
         self.save()
+        if time.time() < self.until:
+            self.heads()
         for model, weight in CHAINS:
             if time.time() > self.until:
                 break

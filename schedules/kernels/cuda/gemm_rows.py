@@ -129,8 +129,8 @@ def rows_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 8, s
             for i in T.unroll(REG_X):
                 v[i] = T.uint32(0)
             if dependent_launch:
+                T.ptx["griddepcontrol.launch_dependents"]()      # it waits for this kernel, which ends after its own wait
                 T.ptx["griddepcontrol.wait"]()
-                T.ptx["griddepcontrol.launch_dependents"]()
             request(held, residual_buffer, bx, by, tx, rows)
             load_x(0)
             scale(scales, squares, total, norm, by, tx, wid, rows)

@@ -179,8 +179,8 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
                 sc[h] = T.cuda.float_as_uint(scales[(bx * 8 + g) * 2 + h])
         prefetch(held, norm, bx, tx)
         if dependent_launch:
+            T.ptx["griddepcontrol.launch_dependents"]()      # it waits for this kernel, which ends after its own wait
             T.ptx["griddepcontrol.wait"]()
-            T.ptx["griddepcontrol.launch_dependents"]()
         request(held, residual_buffer, bx, by, tx, rows)
         scale(scales_of_rows, squares, total, norm, by, tx, wid, rows)
         for i in T.unroll(NT * 4):

@@ -144,8 +144,8 @@ def gemm_rows_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype:
         load(0, 0)                              # weights do not depend on the kernel before
         prefetch(held, norm, bx, tx)
         if dependent_launch:
+            T.ptx["griddepcontrol.launch_dependents"]()      # it waits for this kernel, which ends after its own wait
             T.ptx["griddepcontrol.wait"]()
-            T.ptx["griddepcontrol.launch_dependents"]()
         request(held, residual_buffer, bx, by, tx, rows)
         for i in T.unroll(8 * NT * U):
             v[i] = T.uint32(0)
