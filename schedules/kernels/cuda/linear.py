@@ -116,7 +116,7 @@ def many_tiling(n: int, k: int, rows: int, gated: bool) -> dict[str, int]:
     rows, output = min(rows, 4096), 32 if gated else 16
     found = [(many_estimate(n, k, rows, width, split) * (1.05 if split > 1 else 1), split, width)
              for width in TILE_WIDTHS for split in (1, 2, 3, 4)
-             if width % (output * split) == 0 and (split == 1 or k // 64 // split >= 4)]
+             if width % (output * split) == 0 and (split == 1 or (k // 64 // split >= 4 and width < 256))]     # 256: spills
     _, split, width = min(found)
     return {"tile_n": width, "cluster": 1, **({"split": split} if split > 1 else {})}
 
