@@ -16,13 +16,14 @@ from relaxpack.kernel_spec import Kernel, LinearSpec
 from relaxpack.schedules.kernels.cuda import linear
 from relaxpack.schedules.kernels.cuda.codes_fp8 import can_convert
 from relaxpack.schedules.kernels.cuda.library import LIBRARIES, library_linear, why_not
+from relaxpack.schedules.kernels.cuda.quantized_tilings import bulk_tilings, mixed_tilings
 
 from .family import KernelFamily, Part
 from .space import ListedSpace, Parameters, Space
 
 Choice = dict[str, Any]
-_ORDER = ("family", "columns", "strips", "warps", "unroll", "ahead", "consumers", "tile_n", "cluster", "split", "share",
-          "blocks_per_sm", "skew", "group_m")
+_ORDER = ("family", "columns", "strips", "warps", "unroll", "ahead", "stages", "consumers", "tile_n", "cluster", "split",
+          "share", "blocks_per_sm", "skew", "group_m")
 ALGORITHMS = 6                   # of a library's ranking that are tried
 _CLUSTERS = {2: 66, 3: 39}      # clusters of so many blocks that are on an H200 at once, a block to each multiprocessor
 _TILE_START = 24                # what a tile costs beside its columns, in columns
@@ -161,13 +162,16 @@ def _many_tilings(spec: LinearSpec) -> Iterator[Choice]:
 
 
 def _quantized(spec: LinearSpec) -> Iterator[Choice]:
-    """Kernels that read the packed weight: without and with x in shared memory."""
+    """Kernels that read the packed weight: x in registers or in shared memory, sums or weights scaled."""
     assert spec.max_rows is not None
     n, k, rows, weight = spec.out_features, spec.in_features, spec.max_rows, spec.weight
     chunks, words = -(-k // 64), 4 if weight.bits == 4 else 8
     if rows <= 16 or weight.group_size == 16:
         for one in _loads(chunks, words, (512, 1024)):
             yield {"family": "gemm_rows_quant", "columns": 8 if rows <= 8 else 16, **one}
+    if rows <= 16:
+        yield from ({"family": "gemm_rows_bulk", **one} for one in bulk_tilings(k, rows, weight))
+    yield from ({"family": "gemm_mixed", **one} for one in mixed_tilings(n, k, rows, weight))
     if weight.group_size == 16 or rows > linear.UNPACK_ROWS:
         return
     for strips in (1, 2):

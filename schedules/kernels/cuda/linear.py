@@ -17,10 +17,13 @@ from relaxpack.schedules.kernels.cuda.dequantize import dequantize
 from relaxpack.schedules.kernels.cuda.gemm_few import few_body
 from relaxpack.schedules.kernels.cuda.gemm_few_quant import gemm_few_quant
 from relaxpack.schedules.kernels.cuda.gemm_many import many_body
+from relaxpack.schedules.kernels.cuda.gemm_mixed import gemm_mixed
 from relaxpack.schedules.kernels.cuda.gemm_rows import rows_body
+from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
 from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
 from relaxpack.schedules.kernels.cuda.gemm_tiles import tiles_body
 from relaxpack.schedules.kernels.cuda.packing import weight_layout
+from relaxpack.schedules.kernels.cuda.quantized_tilings import bulk_tiling, mixed_tiling
 from relaxpack.weight_format import WeightFormat
 
 MULTIPROCESSORS = 132
@@ -38,7 +41,9 @@ GENERIC_ROWS = (16, EVERY)
 FAMILIES: dict[str, tuple[Callable[..., Any], str]] = {
     "gemm_rows": (rows_body, "xy"), "gemm_few": (few_body, "x"), "gemm_many": (many_body, "x"),
     "gemm_tiles": (tiles_body, "xy")}
-QUANTIZED_FAMILIES: dict[str, Callable[..., Any]] = {"gemm_rows_quant": gemm_rows_quant, "gemm_few_quant": gemm_few_quant}
+QUANTIZED_FAMILIES: dict[str, Callable[..., Any]] = {
+    "gemm_rows_quant": gemm_rows_quant, "gemm_rows_bulk": gemm_rows_bulk, "gemm_few_quant": gemm_few_quant,
+    "gemm_mixed": gemm_mixed}
 Plan = tuple[str, dict[str, int]]
 KNOW_NORMS = ("gemm_rows_co", "gemm_rows_quant_", "gemm_rows_bulk_")    # how the names of stages with a RowsEpilogue begin
 
@@ -194,6 +199,10 @@ def _kernel(spec: LinearSpec, family: str, body: Any, **launch: Any) -> Kernel:
 def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict[str, Any]]:
     """Kernel and options for up to UNPACK_ROWS rows of x and a packed weight."""
     n, k, weight = spec.out_features, spec.in_features, spec.weight
+    if hopper and rows <= 8 and k >= 2048 and (weight.bits == 8 or weight.scale_dtype == "float32" or n > 65536):
+        return "gemm_rows_bulk", bulk_tiling(n, k, rows, weight)
+    if hopper and rows > 8 and _fits_tma(spec):
+        return "gemm_mixed", mixed_tiling(n, k, rows, weight)
     if rows <= 8 or weight.group_size == 16:
         columns, heavy = 8 if rows <= 8 else 16, weight.minimum == "stored" and weight.scale_dtype == "float32"
         if k < 2048:

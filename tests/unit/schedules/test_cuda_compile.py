@@ -36,6 +36,7 @@ def matmul_kernels(arch: str) -> dict[str, object]:
                                           ("prefill", None, {"glu": "swiglu"}), ("prefill", None, {"glu": "geglu"}))]
     kernels += [provider.linear(LinearSpec(512, 256, FORMATS["q4_0"], "decode", "bfloat16", "float32", max_rows=4)),
                 provider.linear(LinearSpec(512, 256, FORMATS["q4_k"], "prefill", "bfloat16", "bfloat16")),
+                provider.linear(LinearSpec(512, 256, FORMATS["q4_1"], "decode", "bfloat16", "bfloat16", max_rows=32)),
                 provider.embedding(EmbeddingSpec(512, 256, FORMATS["q8_0"], "bfloat16")),
                 provider.norm(NormSpec(256, 1e-5, "bfloat16", True))]
     return {stage.name: stage.func for kernel in kernels for stage in kernel.stages}

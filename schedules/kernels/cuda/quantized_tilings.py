@@ -1,0 +1,76 @@
+"""Which tiling of which Hopper kernel multiplies a quantised weight: rules from benchmarks/gpu/quantised_matmul.py on an
+H200 (docs/kernels_cuda.md), and all tilings that fit, for tuning. Numbers only, no kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from relaxpack.schedules.kernels.cuda.gemm_mixed import fits
+from relaxpack.weight_format import WHOLE_ROW, WeightFormat
+
+MULTIPROCESSORS = 132
+FILL = 96               # blocks to a place on each multiprocessor: clusters of more do not all fit on the chip at once
+Options = dict[str, Any]
+
+
+def ceildiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
+    """gemm_rows_bulk for 1 to 8 rows: long rows by many warps, many short ones by small blocks, while there is one row."""
+    if weight.bits == 4 and k > 8192:
+        warps, unroll, stages, per_sm = 16, 2, 2, 2
+    elif weight.bits == 8 and (k > 8192 or n > 4096):
+        warps, unroll, stages, per_sm = 16, 4, 1, 2
+    elif weight.bits == 8:
+        warps, unroll, stages, per_sm = 8, 4, 2, 3
+    elif n > 8192 and rows <= 2 and weight.scale_dtype == "float16":
+        warps, unroll, stages, per_sm = 4, 4, 4, 4
+    elif n > 8192 and weight.minimum != "stored" and rows > 4:
+        warps, unroll, stages, per_sm = 8, 4, 2, 3
+    else:
+        warps, unroll, stages, per_sm = 8, 2, 4, 3
+    return {"columns": 8, "warps": warps, "unroll": unroll, "stages": stages, "blocks_per_sm": per_sm}
+
+
+def mixed_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
+    """gemm_mixed for 9 rows and more: pieces of K until the chip is full."""
+    columns = -(-rows // 8) * 8 if rows <= 128 else 128
+    shapes = [(2, 2, 1), (2, 1, 1)]
+    consumers, strips, per_sm = next(shape for shape in shapes if fits(weight, columns, *shape))
+    blocks = -(-n // (64 * consumers * strips)) * -(-rows // columns)
+    split = max(1, min(6, FILL * per_sm // blocks, k // 128 // 4))
+    return {"columns": columns, "strips": strips, "consumers": consumers, "split": split, "blocks_per_sm": per_sm}
+
+
+def bulk_tilings(k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:
+    """Copies of a warp no longer than its share of K, and what is under way fits the shared memory."""
+    scales = 0 if weight.group_size == WHOLE_ROW else 64 // weight.group_size if not weight.e4m3 else 0.5
+    size = 4 if weight.scale_dtype == "float32" else 2
+    chunk = 128 * weight.bits + 16 * scales * size * (2 if weight.minimum == "stored" else 1)      # bytes of 16 x 64 values
+    for warps, per_sm in ((4, 4), (8, 3), (8, 4), (16, 2)):
+        for unroll in (2, 4):
+            pieces = ceildiv(k, 64 * unroll)
+            for stages in (1, 2, 4, 8):
+                block = warps * (stages * unroll * chunk + 800)
+                if (warps <= pieces and stages <= ceildiv(pieces, warps) and 4 <= unroll * stages <= 16
+                        and block <= 225 * 1024 / per_sm):
+                    yield {"columns": 8 if rows <= 8 else 16, "warps": warps, "unroll": unroll, "stages": stages,
+                           "blocks_per_sm": per_sm}
+
+
+def mixed_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:
+    """Enough blocks to fill the chip, and not much more than one wave of them."""
+    whole = -(-rows // 8) * 8
+    for columns in sorted({min(whole, 256), *([128] if whole > 128 else []), *([64] if 64 < whole <= 256 else [])}):
+        for consumers, strips, per_sm in ((2, 1, 2), (1, 1, 2), (2, 2, 1), (4, 1, 1), (2, 1, 1)):
+            if not fits(weight, columns, consumers, strips, per_sm) or (per_sm == 1 and columns < 32):
+                continue
+            blocks, slots = -(-n // (64 * consumers * strips)) * -(-rows // columns), MULTIPROCESSORS * per_sm
+            for split in (1, 2, 3, 4, 6, 8):
+                if split == 1 or (k // 128 // split >= 4 and blocks * split <= 1.1 * slots):
+                    if blocks * split >= 0.4 * slots or split == 8:
+                        yield {"columns": columns, "strips": strips, "consumers": consumers, "split": split,
+                               "blocks_per_sm": per_sm}
