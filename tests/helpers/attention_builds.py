@@ -88,7 +88,7 @@ def prefill_builds() -> dict[str, tuple[Any, Kernel]]:
         default = hopper_tuning(s)
         for name, change in {"": {}, **PREFILL_VARIANTS[model]}.items():
             full = f"prefill.{model}@{name}" if name else f"prefill.{model}"
-            found[full] = s, prefill_attention(s, "sm_90a", replace(default, **change))
+            found[full] = s, prefill_attention(s, "sm_90a", replace(default, **change) if name else None)
     return found
 
 

@@ -312,13 +312,15 @@ def prefill_attention(spec: AttentionSpec, arch: str = "sm_90a",
                       tuning: PrefillTuning | hopper.HopperTuning | None = None) -> Kernel:
     """q I[t, H*D], layer, pages, page_table i32[b, max_pages], query_start i32[b+1], lengths i32[b] → y I[t, H*D]."""
     check_spec(spec)
+    few = None
     if tuning is None:
         use_hopper = arch == "sm_90a" and hopper.supported(spec)
         tuning = hopper.default_tuning(spec) if use_hopper else default_tuning(spec, arch)
+        few = hopper.default_for_few(spec) if use_hopper else None
     name = (f"prefill_attention_{SHORT[spec.kv_dtype]}_h{spec.num_heads}x{spec.num_kv_heads}_d{spec.head_dim}"
             f"_p{spec.page_size}x{spec.max_pages}" + (f"_w{spec.window}" if spec.window else ""))
     on_hopper = isinstance(tuning, hopper.HopperTuning)
-    func = finish(hopper.function(spec, tuning), early=True) if on_hopper else finish(_function(spec, tuning))
+    func = finish(hopper.function(spec, tuning, few), early=True) if on_hopper else finish(_function(spec, tuning))
     stage = Stage(func, name,
                   inputs=("q", "layer", "pages", "page_table", "query_start", "lengths"), outputs=("y",))
     source = "rule:cuda.prefill_attention" + ("_hopper" if on_hopper else "")
