@@ -98,7 +98,7 @@ def _rows_plan(n: int, k: int, rows: int) -> Plan:
             options |= {"unroll": 4, "blocks_per_sm": 1}
         elif n > k:
             options |= {"warps": 8, "blocks_per_sm": 3}
-    elif 2048 < k <= 8192 and n <= 65536:
+    elif k <= 8192 and (k > 2048 or n > 65536):
         options |= {"unroll": 1, "ahead": True}
     return "gemm_rows", options
 

@@ -1,6 +1,6 @@
-"""RMSNorm and residual add + RMSNorm: one block per row, 16-byte accesses, float32 sums. Between matmuls of few
-rows there is none: rows_epilogue.py. How many
-threads share a row, and whether the kernel is launched while the one before still runs, is `NormTuning`.
+"""RMSNorm and residual add + RMSNorm: one block per row, 16-byte accesses, float32 sums. Between matmuls of few rows there
+is none: rows_epilogue.py. How many threads share a row, and whether the kernel is launched while the one before still runs,
+is `NormTuning`.
 """
 
 from __future__ import annotations
