@@ -57,3 +57,21 @@ def test_kernels_against_float64(kernels: Path, group: str, tmp_path: Path) -> N
     assert result["checks"]
     bad = [c for c in result["checks"] if not c["ok"] or c.get("same_again") is False]
     assert not bad, bad[:5]
+
+
+def test_quantised_kernels_against_float64(tmp_path: Path) -> None:
+    """gemm_mixed and gemm_rows_bulk in every format. `RELAXPACK_GPU_KERNELS`: `python -m benchmarks.gpu.quantised_matmul
+    build FOLDER/quantised`."""
+    pytest.importorskip("torch")
+    import relaxpack.tvm_setup as setup
+    from benchmarks.gpu.quantised_matmul import QuantisedBench, build, check_variants
+
+    folder = Path(os.environ.get("RELAXPACK_GPU_KERNELS", tmp_path)) / "quantised"
+    if not folder.exists():
+        if setup.runtime_only():
+            pytest.skip("no compiler here and RELAXPACK_GPU_KERNELS has no folder quantised")
+        build(folder, check_variants())
+    bench = QuantisedBench(folder)
+    checks = [check for v in json.loads((folder / "index.json").read_text()) if v["check"] for check in bench.check(v)]
+    bad = [c for c in checks if not (c["ok"] and c["same_again"])]
+    assert len(checks) > 300 and not bad, bad[:5]
