@@ -23,7 +23,7 @@ EVICT_FIRST = 0x12F0000000000000
 WG = 128
 STAGE_K = CHUNKS * 64           # values of K per stage
 LOAD_X = "ld.global.v4.b32"
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 120, 192       # of two consumer warpgroups in a block that has a multiprocessor
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 88, 208       # of two consumer warpgroups in a block that has a multiprocessor
 
 
 def fits(weight: WeightFormat, columns: int, consumers: int, strips: int, blocks_per_sm: int) -> bool:
@@ -73,8 +73,7 @@ def gemm_mixed(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str,
     code_columns, scale_columns = KC * weight.bits * 32, F.scale_columns(KC)
     TASKS = NB * 2 * CHUNKS                         # 64-byte pieces of x per stage
     REPEAT = -(-TASKS // WG)
-    # Pieces of x that a thread loads together. The fence that shows its stores to wgmma waits for loads under way, too.
-    DEPTH = 2 if blocks_per_sm > 1 or NC > 2 else 3 if REPEAT == 3 else 4
+    DEPTH = 4 if TASKS < WG or (REPEAT == 1 and blocks_per_sm == 1) else 2      # pieces of x that a thread has under way
     exact = K % STAGE_K == 0
     wide = F.codes.wide
     shift_registers = blocks_per_sm == 1 and NC == 2 and R * ACC >= 64
@@ -203,9 +202,8 @@ def gemm_mixed(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str,
                             if f % REPEAT == REPEAT - 1:
                                 T.ptx.fence.proxy.async_.shared__cta()
                                 T.ptx.mbarrier.arrive.shared.b64(full.ptr_to([i % ring]))
-                    for d in T.unroll(DEPTH):
-                        if (b + 1) * DEPTH + d < count * REPEAT:
-                            load_x((b + 1) * DEPTH + d, d)
+                            if f + DEPTH < count * REPEAT:
+                                load_x(f + DEPTH, d)
             else:
                 if shift_registers:
                     T.ptx["setmaxnreg.inc.sync.aligned.u32"](CONSUMER_REGISTERS)
