@@ -61,25 +61,24 @@ def can_fuse(spec: AttentionSpec, arch: str) -> bool:
             and DecodeTile(spec, 1).ahead)
 
 
-# (sequences x KV heads, at most) → cluster, warps, stages, blocks on a multiprocessor: measured best on an H200
+# (sequences x KV heads, at most) → cluster, stages, blocks on a multiprocessor: measured best on an H200, with 4 warps
 # (docs/kernels_cuda_attention.md). The more pairs there are, the fewer blocks share one.
-WIDE = {4: (16, 4, 3, 1), 8: (8, 4, 4, 1), 16: (4, 8, 2, 1), 32: (4, 4, 2, 2), 64: (2, 4, 3, 1), 256: (2, 4, 2, 2)}
-NARROW = {4: (16, 4, 4, 1), 8: (8, 4, 4, 1), 16: (4, 4, 4, 1), 32: (4, 4, 3, 2), 64: (2, 4, 4, 1), 256: (2, 4, 3, 2)}
+CHOICES = {4: (16, 3, 1), 8: (8, 4, 1), 16: (4, 4, 1), 32: (4, 2, 2), 64: (2, 3, 1), 1024: (2, 2, 2)}
 MANY_ROWS = 8                      # beyond, matmuls are not gemm_rows and need no L1
 LARGEST_CLUSTER = {"sm_90": 16, "sm_90a": 16, "sm_100a": 16}                               # 8 is what every one allows
 
 
 def fused_tuning(spec: AttentionSpec, rows: int, arch: str) -> FusedTuning | None:
     """The choice for a batch of `rows`, None where kernels one by one are better."""
-    pairs, table = rows * spec.num_kv_heads, WIDE if spec.head_dim > 64 else NARROW
-    if not can_fuse(spec, arch) or pairs > max(table):
+    pairs = rows * spec.num_kv_heads
+    if not can_fuse(spec, arch) or pairs > max(CHOICES):
         return None
-    cluster, most_warps, most_stages, blocks = table[min(limit for limit in table if pairs <= limit)]
+    cluster, most_stages, blocks = CHOICES[min(limit for limit in CHOICES if pairs <= limit)]
     if rows > MANY_ROWS and pairs > 64:
         most_stages = 3
     cluster, least, budget = min(cluster, LARGEST_CLUSTER.get(arch, 8)), 0, LIMITS[arch][0]
     if rows <= MANY_ROWS and budget > 200:
         least, budget = reserve(arch, blocks), 162
     fitting = (FusedTuning(cluster, warps, stages, reserve=least)
-               for warps in (most_warps, 4, 2) for stages in range(most_stages, 1, -1))
+               for warps in (4, 2) for stages in range(most_stages, 1, -1))
     return next((tuning for tuning in fitting if tuning.shared_bytes(spec) <= budget * 1024), None)
