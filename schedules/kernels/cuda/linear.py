@@ -104,15 +104,20 @@ def _rows_plan(n: int, k: int, rows: int) -> Plan:
 
 
 def few_tiling(n: int, k: int, rows: int) -> dict[str, int]:
-    """For up to 128 rows: strips of 128 weight rows, each cut along K into as many pieces as leave one wave of clusters."""
-    columns, strips = -(-rows // 8) * 8, -(-n // 128)
+    """For up to 128 rows: strips of weight rows, each cut along K into as many pieces as leave one wave of clusters and
+    12 k tiles to every block. Strips have 128 rows; for up to 64 rows of x 64, where that gives no fewer blocks."""
+    columns = -(-rows // 8) * 8
 
-    def fits(split: int, share: int) -> bool:
-        return split * share <= 8 and k // 64 // split >= 4 and -(-strips // share) <= CLUSTERS[split * share]
+    def pieces(strips: int) -> int:
+        return max((s for s in range(1, 9) if (s == 1 or k // 64 // s >= 12) and strips <= CLUSTERS[s]), default=1)
 
-    split = max((s for s in range(1, 9) if fits(s, 1)), default=1)
-    share = 2 if rows > 32 and k >= 8192 and 1 < strips and columns % 16 == 0 and fits(split, 2) else 1
-    per_sm = 2 if strips > MULTIPROCESSORS and columns <= 64 else 1
+    wide, narrow = -(-n // 128), -(-n // 64)
+    if rows <= 64 and narrow <= MULTIPROCESSORS and narrow * pieces(narrow) >= wide * pieces(wide):
+        return {"columns": columns, "consumers": 1, "split": pieces(narrow), "share": 1, "blocks_per_sm": 1}
+    split = pieces(wide)
+    shares = split <= 4 and -(-wide // 2) <= CLUSTERS[2 * split]
+    share = 2 if rows > 32 and k >= 8192 and wide > 1 and columns % 16 == 0 and shares else 1
+    per_sm = 2 if wide > MULTIPROCESSORS and columns <= 64 else 1
     return {"columns": columns, "consumers": 2, "split": split, "share": share, "blocks_per_sm": per_sm}
 
 
@@ -138,15 +143,15 @@ def many_estimate(n: int, k: int, rows: int, width: int, split: int) -> float:
 
 
 def _bandwidth(blocks: float) -> float:
-    """Bytes a microsecond that so many blocks read: about 115 of them are needed for all that the memory gives."""
-    return 3.7e6 * min(1.0, blocks / 115)
+    """Bytes a microsecond that so many blocks read: 120 of them are needed for all that the memory gives."""
+    return 3.7e6 * min(1.0, blocks / 120)
 
 
-def few_estimate(n: int, k: int, columns: int, split: int, **_: int) -> float:
-    """One wave of gemm_few."""
+def few_estimate(n: int, k: int, columns: int, split: int, share: int, **_: int) -> float:
+    """One wave of gemm_few in strips of 128."""
     product = k / 64 / split * (0.23 + 0.00136 * columns)
     reduction = columns / 128 * (2.3 + 0.46 * max(split - 3, 0)) if split > 1 else 0.0
-    return 3.2 + max(product, 2 * k * n / 3.7e6) + reduction
+    return (2.2 if share == 2 else 3.7) + max(product, 2 * k * n / 3.7e6) + reduction
 
 
 def folds_norm(spec: LinearSpec, plain: Kernel) -> bool:

@@ -40,11 +40,13 @@ def test_tilings_stay_within_the_limits(n, k, gated):
 
 
 def test_small_matrices_are_split_along_k_into_one_wave_of_clusters():
-    for n, k, split in ((2048, 8192, 6), (3072, 2048, 4), (4096, 4096, 3), (4608, 3584, 3), (6144, 4096, 2),
-                        (28672, 4096, 1)):
-        assert few_tiling(n, k, 16)["split"] == split
-        assert -(-n // 128) <= CLUSTERS[split] or split == 1
-    assert few_tiling(256, 512, 16)["split"] == 2               # no block without four k tiles
+    for n, k, consumers, split in ((2048, 8192, 1, 3), (3072, 2048, 1, 2), (4096, 4096, 1, 2), (4608, 3584, 2, 3),
+                                   (6144, 4096, 1, 1), (28672, 4096, 2, 1), (2048, 2048, 1, 2)):
+        tiling = few_tiling(n, k, 16)
+        assert (tiling["consumers"], tiling["split"]) == (consumers, split)
+        assert split == 1 or -(-n // (64 * consumers)) <= CLUSTERS[split]
+    assert few_tiling(2048, 8192, 128)["split"] == 6
+    assert few_tiling(256, 512, 16)["split"] == 1               # no block without twelve k tiles
 
 
 def test_tiles_follow_waves():
