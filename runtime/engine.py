@@ -213,8 +213,9 @@ class Engine:
             error = None
             constraint = sequence.sampling.constraint
             if constraint is not None and event.finish_reason is not FinishReason.STOP:
-                if not constraint.accept(token_id):
-                    event.finish_reason, error = FinishReason.ERROR, f"the grammar does not allow token {token_id}"
+                error = _refusal(constraint, token_id)
+                if error is not None:
+                    event.finish_reason = FinishReason.ERROR
                 elif constraint.complete:
                     event.finish_reason = FinishReason.STOP
             if event.finish_reason is not None:
@@ -315,6 +316,14 @@ class Engine:
                 self.cancel(request)
             raise
         return [output_of(r) for r in requests]
+
+
+def _refusal(constraint: Constraint, token_id: int) -> str | None:
+    """Why the output ends with this token, though the mask had allowed it."""
+    try:
+        return None if constraint.accept(token_id) else f"the grammar does not allow token {token_id}"
+    except RequestError as error:
+        return str(error)
 
 
 def output_of(request: Request) -> RequestOutput:

@@ -21,6 +21,8 @@ from relaxpack.runtime.token_filters import FilterBatch, draw_filtered, top_cand
 NOT_FINITE = ("the model returned logits that are not finite; its activations overflowed or its weights are damaged "
               "(run `relaxpack verify` on the bundle)")
 NOTHING_ALLOWED = "no token is allowed here: the grammar, bans and biases exclude all of them"
+GRAMMAR_LIMIT = "the grammar is too complex to be followed any further"
+OF_THE_REQUEST = (NOTHING_ALLOWED, GRAMMAR_LIMIT)      # how errors begin that the same request always meets
 _CACHED_LOGITS = 1 << 19    # logits edited at once: 2 MiB, so that the passes over them stay in cache
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -47,7 +49,7 @@ class Constraint(Protocol):
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Move on by a token; False when it is not allowed."""
+        """Move on by a token; False when it is not allowed. Raises RequestError where the grammar outgrew its library."""
         ...
 
     @property

@@ -21,17 +21,18 @@ class Grammar:
 
     kind: Literal["json", "json_schema", "regex", "lark", "choice"]
     source: str | tuple[str, ...] = ""
+    param: str = field(default="response_format", compare=False)    # the request's field, for errors
 
     def __post_init__(self) -> None:
         kinds = ("json", "json_schema", "regex", "lark", "choice")
         if self.kind not in kinds:
-            raise RequestError(f"grammar kind must be one of {', '.join(kinds)}, got {self.kind!r}", "response_format")
+            raise RequestError(f"grammar kind must be one of {', '.join(kinds)}, got {self.kind!r}", self.param)
         if self.kind == "choice":
             ok = isinstance(self.source, tuple) and self.source and all(isinstance(c, str) and c for c in self.source)
             if not ok:
-                raise RequestError("a choice grammar needs a tuple of non-empty strings", "response_format")
+                raise RequestError("a choice grammar needs a tuple of non-empty strings", self.param)
         elif not isinstance(self.source, str):
-            raise RequestError(f"a {self.kind} grammar needs its source as text", "response_format")
+            raise RequestError(f"a {self.kind} grammar needs its source as text", self.param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

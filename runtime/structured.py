@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from relaxpack.errors import EnvironmentProblem, RequestError
+from relaxpack.runtime.sampler import GRAMMAR_LIMIT
 from relaxpack.runtime.sampling_params import Grammar
 
 _KEPT = 64      # compiled grammars kept for reuse
@@ -57,10 +58,9 @@ class GrammarCompiler:
         try:
             matcher = self._library.LLMatcher(self._tokenizer, self._source(grammar), log_level=0)
         except ValueError as error:
-            raise RequestError(f"the {grammar.kind} grammar is not valid: {error}", "response_format") from error
+            raise RequestError(f"the {grammar.kind} grammar is not valid: {error}", grammar.param) from error
         if matcher.is_error():
-            message = matcher.get_error().strip().splitlines() or ["no reason given"]
-            raise RequestError(f"the {grammar.kind} grammar is not valid: {message[0]}", "response_format")
+            raise RequestError(f"the {grammar.kind} grammar is not valid: {_reason(matcher)}", grammar.param)
         return matcher
 
     def _source(self, grammar: Grammar) -> str:
@@ -96,7 +96,12 @@ class GrammarConstraint:
         return self._words.view(np.uint8)
 
     def accept(self, token_id: int) -> bool:
-        return bool(self._matcher.consume_token(token_id))
+        if self._matcher.consume_token(token_id):
+            return True
+        reason = _reason(self._matcher)
+        if "doesn't satisfy the grammar" in reason:
+            return False
+        raise RequestError(f"{GRAMMAR_LIMIT}: {reason}")        # a limit of the library's; the mask had allowed the token
 
     @property
     def complete(self) -> bool:
@@ -104,3 +109,9 @@ class GrammarConstraint:
 
     def fork(self) -> GrammarConstraint:
         return GrammarConstraint(self._matcher.deep_copy(), self._vocab_size)
+
+
+def _reason(matcher: Any) -> str:
+    """The first line of a matcher's error, and what the parser of regular expressions says further down."""
+    first, *rest = matcher.get_error().strip().splitlines() or ["no reason given"]
+    return " ".join([first, *(line.removeprefix("error: ") for line in rest if line.startswith("error: "))])

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from relaxpack.errors import UsageError
 from relaxpack.weight_format import WEIGHTS
 
 
@@ -52,7 +53,7 @@ from relaxpack.weight_format import WEIGHTS
 @click.option("--pretokenizer", help="How a GGUF's tokenizer splits text, where the file does not say.")
 @click.option("--db", "databases", multiple=True, metavar="LOCATION",
               help="Use tuning records of this database: a file, a URL, or seed (comes with relaxpack). Repeatable.")
-@click.option("--gpu", metavar="NAME",
+@click.option("--gpu", "gpus", multiple=True, metavar="NAME",
               help="Whose tuning records, for a GPU that is not in this machine: its name or a part of it, e.g. H200.")
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write the IR after each phase here.")
 @click.option("--timing", is_flag=True, help="Print what each pass took and what it left of the module.")
@@ -60,7 +61,7 @@ from relaxpack.weight_format import WEIGHTS
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON on stdout.")
 def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None, force: bool, as_json: bool, timing: bool,
           disabled: tuple[str, ...], enabled: tuple[str, ...], ignored: tuple[str, ...], embeddings: str | None,
-          databases: tuple[str, ...], gpu: str | None, **options: Any) -> None:
+          databases: tuple[str, ...], gpus: tuple[str, ...], **options: Any) -> None:
     """Build a bundle of MODEL: a Hugging Face folder, a .gguf file, or the name smollm2.
 
     \b
@@ -73,11 +74,13 @@ def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None,
     from relaxpack.cli.progress import StageBars
     from relaxpack.compile import BuildOptions, build_bundle
 
+    if len(gpus) > 1:
+        raise UsageError(f"--gpu names one GPU, got {' and '.join(map(repr, gpus))}: make a bundle for each")
     chosen = BuildOptions(disabled_passes=frozenset(disabled), enabled_passes=frozenset(enabled), ignore_config_keys=ignored,
                           embeddings=embeddings or "none", **options)
     with _interruptible() as check, StageBars(check) as bars:
         report = build_bundle(model, output, targets, chosen, force=force, dump=dump, progress=bars,
-                              databases=databases, gpu=gpu)
+                              databases=databases, gpu=gpus[0] if gpus else None)
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     if timing:

@@ -18,6 +18,8 @@ from relaxpack.tuning_record import Facts, digest
 def facts_of_gpu(name: str, targets: Sequence[TargetSpec], locations: Sequence[str]) -> dict[str, Facts]:
     """The facts by the name of the target: those of the GPU for each target whose architecture it has. `name` is that of the
     driver ("NVIDIA H200") or a part that only one GPU has. Raises UsageError with what the databases know instead."""
+    if not name.strip():
+        raise UsageError('--gpu needs the name of a GPU or a part of it, for example --gpu H200')
     wanted = [target for target in targets if target.kind == "cuda"]
     if not wanted:
         raise UsageError(f"--gpu {name!r}: no GPU is among the targets; add --target cuda:sm_90a, for example")

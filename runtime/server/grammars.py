@@ -26,19 +26,19 @@ def own_grammar(body: SamplingBody) -> Grammar | None:
                            "structured_outputs")
     kind, source = given[0]
     if kind == "json_schema":
-        return _json_grammar(source)
-    return Grammar(kind, tuple(source) if kind == "choice" else source)     # type: ignore[arg-type]
+        return _json_grammar(source, "structured_outputs")
+    return Grammar(kind, tuple(source) if kind == "choice" else source, "structured_outputs")   # type: ignore[arg-type]
 
 
-def _json_grammar(schema: Any) -> Grammar:
+def _json_grammar(schema: Any, param: str = "response_format") -> Grammar:
     """Of a JSON schema, as an object or as text."""
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the JSON schema is no JSON: {error}", "response_format") from error
+        raise RequestError(f"the JSON schema is no JSON: {error}", param) from error
     if isinstance(schema, dict):
         schema = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}, **schema}
-    return Grammar("json_schema", json.dumps(schema))
+    return Grammar("json_schema", json.dumps(schema), param)
 
 
 def response_grammar(body: ChatBody) -> Grammar | None:

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from relaxpack.runtime.async_engine import Piece, RequestStream
+from relaxpack.runtime.sampler import OF_THE_REQUEST
 from relaxpack.runtime.server.answers import Head, Json, Output, usage
 from relaxpack.runtime.server.errors import ApiError, error_body, response_to
 from relaxpack.runtime.server.translate import Job
@@ -64,6 +65,8 @@ class EngineResponse(Response):
     def _error(self, piece: Piece) -> ApiError | None:
         """Why an output ended before its end."""
         if piece.finish_reason == "error":
+            if piece.error is not None and piece.error.startswith(OF_THE_REQUEST):
+                return ApiError(400, piece.error, code="generation_failed")     # a client should not try it again
             return ApiError(500, piece.error or "the model failed", code="generation_failed")
         if piece.finish_reason != "abort":
             return None

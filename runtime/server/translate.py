@@ -76,7 +76,7 @@ def chat_job(body: ChatBody, model: ServedModel, tenant: str = "") -> Job:
         [plain_message(message) for message in body.messages], tools=tools or None, fold_system=bool(body.fold_system),
         special_in_content=bool(body.special_in_content),
         add_generation_prompt=body.add_generation_prompt is not False, **_template_variables(body))
-    grammar = own_grammar(body) or response_grammar(body)
+    grammar = response_grammar(body) or own_grammar(body)
     job = Job([], SamplingParams(), bool(body.stream), *_usage_options(body), tenant + (body.cache_salt or ""))
     if tools:
         job.tool_format, job.show = model.tool_format, MARKERS

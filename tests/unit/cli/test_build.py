@@ -27,6 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (["--dtype", "float16"], "float32"), (["--disable", "x"], "unknown pass 'x'"),
     (["--enable", "FuseOps"], "these can be enabled: FoldNormWeights, FuseResidual"),
     (["--pretokenizer", "smollm"], "tokenizer.json"), (["--dump", "/proc/x"], "choose another --dump folder"),
+    (["--gpu", "H200", "--gpu", "H100"], "'H200' and 'H100': make a bundle for each"),
     (["--target", "x"], "expected cpu")])
 def test_options_that_make_no_sense_are_one_line(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                  options: list[str], words: str) -> None:

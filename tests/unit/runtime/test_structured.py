@@ -94,6 +94,11 @@ def test_bad_grammars_are_refused_before_they_run(tokenizer, compiler, grammar):
     assert caught.value.param == "response_format"
 
 
+def test_an_error_of_a_regex_says_what_is_wrong_in_it(compiler):
+    with pytest.raises(RequestError, match="regex parse error: unclosed group"):
+        compiler(Grammar("regex", "(ab"))
+
+
 def test_without_a_compiler_grammars_are_refused():
     with pytest.raises(RequestError, match=r"relaxpack\[grammar\]"):
         Engine(FakeRunner()).add([1], SamplingParams(grammar=Grammar("json")))

@@ -146,9 +146,24 @@ def test_structured_outputs(chat, grammar, check):
 @pytest.mark.parametrize("body", [
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "banana"}}}},
     {"structured_outputs": {"regex": "("}}, {"structured_outputs": {"grammar": "start: nowhere"}},
+    {"structured_outputs": {"json": "{"}}, {"structured_outputs": {"json": {"type": "banana"}}},
     {"structured_outputs": {"choice": []}}])
 def test_a_grammar_that_is_none_is_a_400(chat, body):
-    assert chat.error("x", **body)["param"] == "response_format"
+    assert chat.error("x", **body)["param"] == next(iter(body))
+
+
+def test_two_grammars_are_one_too_many(chat):
+    error = chat.error("x", response_format={"type": "json_object"}, structured_outputs={"choice": ["a"]})
+    assert error["param"] == "response_format" and "give one of them" in error["message"]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ({"structured_outputs": {"choice": ["z"]}, "bad_words": ["z"]}, "the grammar, bans and biases exclude all"),
+    ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "too complex to be followed any further: lexer error")])
+def test_a_grammar_without_a_way_on_is_the_request_s_fault(chat, words, message):
+    error = chat.error("x", **words)        # 400: what a client tries again on a 500 would end the same way
+    assert message in error["message"] and error["code"] == "generation_failed"
+    assert chat.answer("x")["choices"]
 
 
 def test_tools_and_a_response_format_exclude_each_other(chat):

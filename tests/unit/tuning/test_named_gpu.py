@@ -59,6 +59,12 @@ def test_an_unknown_name_hears_what_there_is(tmp_path: Path) -> None:
         facts_of_gpu("NVIDIA H200", [AMPERE], [where])
 
 
+@pytest.mark.parametrize("name", ["", "  "])
+def test_no_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="needs the name of a GPU"):
+        facts_of_gpu(name, [HOPPER], [database(tmp_path, [H200])])
+
+
 def test_records_of_cpus_alone_are_of_no_gpu(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="records of no GPU at all"):
         facts_of_gpu("H200", [HOPPER], [database(tmp_path, [CPU])])
