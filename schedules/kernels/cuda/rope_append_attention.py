@@ -1,4 +1,4 @@
-"""RoPE, KV append and decode attention in one launch, for steps so small that launches and latency are what they cost.
+"""RoPE, KV append and decode attention in one launch.
 
 A thread block cluster has the query heads of one KV head of one sequence. Its blocks take tiles of keys in turn, every
 warp rotates the queries it needs, the warp whose keys include the new one rotates that and writes it to the pages, and the

@@ -1,5 +1,5 @@
-"""What may vary of the kernel that does RoPE, append and decode attention in one launch, what it can serve, and from which
-batch on the kernels one by one are better.
+"""What may vary of the kernel that does RoPE, append and decode attention in one launch, what it can serve, and what is
+chosen for which batch.
 """
 
 from __future__ import annotations
