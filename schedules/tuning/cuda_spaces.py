@@ -36,14 +36,15 @@ def families(target: TargetSpec) -> dict[str, KernelFamily]:
 def _norm(arch: str) -> KernelFamily:
     """One kernel serves every number of rows. Dependent launch needs Hopper."""
     def parts(spec: NormSpec) -> Sequence[Part]:
-        default, most = norm.default_tuning(spec), -(-spec.hidden_size // 8 // 32) * 32
+        default, most = norm.default_tuning(spec, arch), -(-spec.hidden_size // 8 // 32) * 32
         launches = (False, True) if early_launch(arch) else (False,)
-        space = SearchSpace({"threads": (32, 64, 128, 256, 512, 1024), "dependent_launch": launches}, asdict(default),
+        threads = tuple(sorted({32, 64, 128, 256, 512, 1024, default.threads}))
+        space = SearchSpace({"threads": threads, "dependent_launch": launches}, asdict(default),
                             lambda given: given["threads"] <= most and most <= 8 * given["threads"])
         return (Part(1, None, space),)
 
     def make(spec: NormSpec, given: Mapping[str, Any]) -> Kernel:
-        return norm.norm_kernel(spec, known_parameters(given, norm.default_tuning(spec)))
+        return norm.norm_kernel(spec, arch, known_parameters(given, norm.default_tuning(spec, arch)))
 
     return KernelFamily("cuda.norm", lambda spec: replace(spec, epsilon=_EPSILON), parts, make)
 

@@ -100,6 +100,17 @@ def test_the_time_beside_the_neighbour_decides() -> None:
     assert not isinstance(decision, str) and decision.winner["number"] == 4
 
 
+@pytest.mark.parametrize("us, wins", [(98.0, False), (95.0, True)])
+def test_a_kernel_with_its_norm_inside_must_gain_more(us: float, wins: bool) -> None:
+    measured = _measured({"k3": us}, _task(beside=False))
+    measured["cases"][0]["norm_epsilon"] = 1e-5
+    decision = decided(measured)
+    assert not isinstance(decision, str) and decision.improved == wins
+    measured["cases"][0]["norm_epsilon"] = None
+    decision = decided(measured)
+    assert not isinstance(decision, str) and decision.improved
+
+
 def test_a_library_may_win() -> None:
     task = _task()
     task["candidates"][2]["choice"] = {"library": "cublaslt"}

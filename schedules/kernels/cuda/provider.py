@@ -80,7 +80,7 @@ class CudaKernels:
             (Stage(embedding(spec, name=name), name, ("token_ids", *buffers), ("y",)),), "rule:cuda.embedding"))
 
     def norm(self, spec: NormSpec) -> Kernel:
-        return self._cached(("norm", spec), lambda: self._found("norm", spec) or norm_kernel(spec))
+        return self._cached(("norm", spec), lambda: self._found("norm", spec) or norm_kernel(spec, self.arch))
 
     def rope_append(self, spec: AttentionSpec) -> Kernel:
         return self._cached(("rope_append", spec), lambda: rope_append(spec, self.arch))
