@@ -21,6 +21,7 @@ from relaxpack.passes.memory_plan import OVERWRITES, tensor_bytes
 from relaxpack.passes.rewrite import exported_functions, is_op
 from relaxpack.passes.specialize_buckets import bucket_of
 from relaxpack.passes.storage_plan import Block, max_live, plan_storages
+from relaxpack.placeholders import READS_RESULTS
 from tvm import relax
 
 _SLACK = 128   # a plan within 1/128 of the lower bound is not worth a search
@@ -167,7 +168,8 @@ def PlanMemory(overwrite: bool = True) -> Any:
             lifetimes = _Lifetimes(func)
             # The result of a captured function leaves as a view of planned memory (PrepareCapture).
             kept = set() if bucket_of(func) is not None else lifetimes.results
-            planned = [t for var, t in lifetimes.tensors.items() if var not in kept and t.first >= 0]
+            apart = READS_RESULTS in (func.attrs or {})
+            planned = [t for var, t in lifetimes.tensors.items() if var not in kept and t.first >= 0 and not apart]
             may = _overwritings(mod, lifetimes, {t.var for t in planned}) if overwrite else []
             found.append(_Function(gv, func, lifetimes, planned, may))
         functions = dict(mod.functions_items())

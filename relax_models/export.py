@@ -4,13 +4,14 @@ stands here once for all families; see docs/architecture.md, "Step functions".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.kernel_spec import counts_width
-from relaxpack.placeholders import DECODE_ATTENTION, PREFILL_ATTENTION
+from relaxpack.placeholders import DECODE_ATTENTION, PREFILL_ATTENTION, READS_RESULTS
 from relaxpack.relax_models import ops
 from relaxpack.relax_models.config import ModelConfig
 from relaxpack.relax_models.decoder import Decoder, StepInputs
@@ -122,13 +123,13 @@ class _Exporter:
         logits = _tensor("logits", "float32", t, self.config.vocab_size)
         sampling = [*self._sampling_inputs(t), _tensor("allowed", "int32", masks, words)]
         self._function("sample", [logits, *sampling], {"t": self.limits.max_batch}, Decoder(self.config, self.dtype),
-                       lambda graph: relax.Tuple([*graph.sample(logits, *sampling)]))
+                       lambda graph: relax.Tuple([*graph.sample(logits, *sampling)]), {READS_RESULTS: True})
 
     def _top_logprobs(self) -> None:
         t = tvm.tirx.Var("t", "int64")
         inputs = [_tensor("logits", "float32", t, self.config.vocab_size), _tensor("counters", "int32", t, 8)]
         self._function("top_logprobs", inputs, {"t": self.limits.max_batch}, Decoder(self.config, self.dtype),
-                       lambda graph: graph.top_logprobs(*inputs))
+                       lambda graph: graph.top_logprobs(*inputs), {READS_RESULTS: True})
 
     def _sampling_inputs(self, t: object) -> list[relax.Var]:
         counts_rows = tvm.tirx.Var("c", "int64")
@@ -140,8 +141,8 @@ class _Exporter:
         return ops.rope_table(graph, frequencies, self.limits.max_context, factor)
 
     def _function(self, name: str, inputs: list[relax.Var], bounds: dict[str, int], decoder: Decoder,
-                  body: Callable[[ops.Graph], ops.Expr]) -> None:
-        attrs = {"num_input": len(inputs), "tir_var_upper_bound": bounds}
+                  body: Callable[[ops.Graph], ops.Expr], more: Mapping[str, object] = MappingProxyType({})) -> None:
+        attrs = {"num_input": len(inputs), "tir_var_upper_bound": bounds, **more}
         with self.builder.function(name, attrs=attrs):
             with self.builder.dataflow():
                 out = self.builder.emit_output(body(ops.Graph(self.builder)))

@@ -18,5 +18,9 @@ ADD_RMS_NORM = "relaxpack.add_rms_norm"
 HEAD_SAMPLE = "relaxpack.head_sample"      # a linear layer whose logits are sampled; with "+norm" behind it
 ROPE_APPEND_ATTENTION = "relaxpack.rope_append_attention"   # decode attention that is one kernel
 
+# Attribute of a function that reads what another one has returned: results of captured functions lie in the arena that all
+# functions share, so that its own intermediates must not.
+READS_RESULTS = "relaxpack.reads_results"
+
 # Gated linear units, f(gate) * up, by what is behind a LINEAR: the Relax operation f.
 GLU = {"swiglu": "relax.nn.silu", "geglu": "relax.nn.gelu_tanh"}

@@ -5,6 +5,7 @@ gives the same text whatever else is in the step.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import string
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from relaxpack.dist.bundle import Bundle
 from relaxpack.errors import BundleError
+from relaxpack.passes.memory_plan import PLAN
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.runtime.cuda_executor import CudaExecutor
 from relaxpack.runtime.device_counts import DeviceCounts
@@ -221,3 +223,11 @@ def test_a_bundle_of_an_older_sampler_is_refused(model: CapturedModel, tmp_path:
     write_bundle(model, tmp_path / "old.bundle", ("prefill", "decode", "sample"))
     with pytest.raises(BundleError, match=r"old\.bundle was built for cuda:sm_90a by an older relaxpack.*build it again"):
         load_runner(Bundle.open(tmp_path / "old.bundle"), "cuda")
+
+
+def test_what_reads_results_shares_no_memory_with_them(model: CapturedModel) -> None:
+    """Logits of a captured step lie in the arena that functions share: `sample` writes its intermediates elsewhere."""
+    shared = {gv.name_hint for gv, func in model.final.functions_items() if "get_cached_alloc" in str(func)}
+    assert {"decode", "decode_4", "prefill", "prefill_8"} <= shared and not {"sample", "top_logprobs"} & shared
+    plan = json.loads(str(model.final.attrs[PLAN]))
+    assert plan["sample"]["storages"] == plan["top_logprobs"]["storages"] == []
