@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, help="libraries of earlier preparations")
     parser.add_argument("--broken", default="[]", help=argparse.SUPPRESS)
     parser.add_argument("--db", default="h200.sqlite")
+    parser.add_argument("--no-library", action="store_true", help="store, table, condense: kernels of ours alone")
     options = parser.parse_args()
     if options.command == "prepare":
         from benchmarks.gpu.tune_tasks import jobs, prepare
@@ -47,15 +48,15 @@ def main() -> int:
         from benchmarks.gpu.tune_device import work
 
         work(options.path, options.out, options.limit, json.loads(options.broken), options.only)
-    elif options.command == "store":
-        from benchmarks.gpu.tune_records import store
-
-        store(options.path, options.db)
     else:
-        from benchmarks.gpu.tune_records import condensed, table
+        from benchmarks.gpu.tune_records import condensed, own_kernels, store, table
 
         result = json.loads(options.path.read_text())
-        if options.command == "table":
+        if options.no_library:
+            result = own_kernels(result)
+        if options.command == "store":
+            store(result, options.db)
+        elif options.command == "table":
             print(table(result))
         else:
             options.out.write_text(json.dumps(condensed(result), indent=1) + "\n")

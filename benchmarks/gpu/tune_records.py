@@ -4,10 +4,8 @@ roofline. Runs anywhere.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -98,6 +96,12 @@ def case_text(case: dict[str, Any]) -> str:
     return f"{case['rows']} x {case['tokens']} tokens" if "tokens" in case else f"{case['rows']} rows"
 
 
+def own_kernels(result: dict[str, Any]) -> dict[str, Any]:
+    """The result without the candidates that call a library: a bundle with one of them needs that library where it runs."""
+    return {**result, "tasks": [{**task, "candidates": [one for one in task["candidates"] if "library" not in one["choice"]]}
+                                for task in result["tasks"]]}
+
+
 def records(result: dict[str, Any]) -> tuple[list[TuningRecord], list[str]]:
     """(a record of each task, what could not be decided)."""
     made, problems = [], []
@@ -110,10 +114,10 @@ def records(result: dict[str, Any]) -> tuple[list[TuningRecord], list[str]]:
     return made, problems
 
 
-def store(path: Path, database: str) -> None:
+def store(result: dict[str, Any], database: str) -> None:
     from relaxpack.dist.tuning.store import open_store
 
-    made, problems = records(json.loads(path.read_text()))
+    made, problems = records(result)
     with open_store(database) as target:
         added = target.add_all(made)
     print("\n".join([*problems, f"{added} records into {database}"]))

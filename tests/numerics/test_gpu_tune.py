@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks.gpu import tune_cases, tune_device, tune_tasks
-from benchmarks.gpu.tune_records import condensed, decided, records, rows, table, weak_gain
+from benchmarks.gpu.tune_records import condensed, decided, own_kernels, records, rows, table, weak_gain
 from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.schedules.tuning.tuned import TunedKernels
@@ -116,6 +116,8 @@ def test_a_library_may_win() -> None:
     task["candidates"][2]["choice"] = {"library": "cublaslt"}
     (one,), _ = records(_result(_measured({"k2": 50.0}, task)))
     assert one.choice == {"kind": "library", "library": "cublaslt", "parameters": {}}
+    (other,), _ = records(own_kernels(_result(_measured({"k2": 50.0, "k4": 80.0}, task))))
+    assert other.choice == {"kind": "parameters", "parameters": task["candidates"][4]["choice"]}
 
 
 def test_within_the_noise_the_rule_stands() -> None:
