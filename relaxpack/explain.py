@@ -11,6 +11,7 @@ from typing import Any
 
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.describe import AUDIT
+from relaxpack.errors import BundleError
 from relaxpack.step_costs import KernelCost, Machine, floor_bytes, machine_for, step_costs
 
 
@@ -22,11 +23,17 @@ def explanation(bundle: Bundle, rows: int = 1, context: int = 1024, machine: Mac
     entry = bundle.target(target)
     info = manifest.info_for(entry)
     machine = machine or machine_for(entry.target.kind, entry.target.arch, entry.target.features)
+    record = bundle.read_json(entry.explain)
+    try:
+        shown = explain_record(record, entry.buckets, entry.memory_plan.get("arena_bytes"), info.max_context,
+                               info.prefill_chunk, machine, rows, context, measured)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:      # of an older relaxpack, say
+        raise BundleError(f"{bundle.location}: {entry.explain} is not a record of kernels and passes as this relaxpack reads "
+                          f"it (the bundle is of relaxpack {manifest.relaxpack_version}): build it again") from error
     return {
         "model": info.to_json(), "target": entry.target.name, "compiler": dict(manifest.compiler),
         "weights": dict(manifest.weights.formats), "options": dict(manifest.build_options),
-        **explain_record(bundle.read_json(entry.explain), entry.buckets, entry.memory_plan.get("arena_bytes"),
-                         info.max_context, info.prefill_chunk, machine, rows, context, measured),
+        **shown,
         "tuning_records": list(entry.tuning_records),
         "audit": bundle.read_json(AUDIT) if AUDIT in bundle else {},
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -191,6 +193,23 @@ def test_a_record_without_steps_is_shown_too(document: dict[str, Any]) -> None:
     for plan in old["memory_plan"].values():
         del plan["live_bytes"], plan["captured"], plan["result_bytes"]
     assert "Memory plan" in page(old)
+
+
+@pytest.mark.parametrize("record", [[1], {}, {"kernels": None}, {"kernels": [{"name": "linear"}]}])
+def test_a_record_of_another_form_is_one_line(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                              record: Any) -> None:
+    """That of an older relaxpack, whose bundles still run."""
+    folder = tmp_path / "older.bundle"
+    shutil.copytree(tiny_bundle, folder)
+    text = json.dumps(record).encode()
+    (folder / "explain.json").write_bytes(text)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["members"]["explain.json"].update(bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for command in (["explain", str(folder)], ["diff", str(folder), str(tiny_bundle)]):
+        assert run(command) == 5
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and f"{folder}: explain.json is not a record" in message
 
 
 def test_diff_of_two_sets_of_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
