@@ -5,10 +5,11 @@ replay uses the arguments recorded at capture, not those it is given.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import relaxpack.tvm_setup  # noqa: F401
+import relaxpack.tvm_setup as tvm_setup
 import tvm
 
 
@@ -24,6 +25,9 @@ class GraphLog:
 
 def install() -> GraphLog:
     """Register the stand-ins with fresh caches."""
+    # The library of the real ones, where it can be loaded, aborts the process when it finds their names taken.
+    with suppress(OSError, RuntimeError):
+        tvm_setup.load_cuda_library()
     log = GraphLog()
     invoke = tvm.get_global_func("vm.builtin.invoke_closure")
     storages: dict[int, Any] = {}
