@@ -28,8 +28,8 @@ def explanation(bundle: Bundle, rows: int = 1, context: int = 1024, machine: Mac
         shown = explain_record(record, entry.buckets, entry.memory_plan.get("arena_bytes"), info.max_context,
                                info.prefill_chunk, machine, rows, context, measured)
     except (AttributeError, KeyError, TypeError, ValueError) as error:      # of an older relaxpack, say
-        raise BundleError(f"{bundle.location}: {entry.explain} is not a record of kernels and passes as this relaxpack reads "
-                          f"it (the bundle is of relaxpack {manifest.relaxpack_version}): build it again") from error
+        raise BundleError(f"{bundle.location}: {entry.explain} is not a record of kernels and passes as this relaxpack "
+                          f"reads it (the bundle is of relaxpack {manifest.relaxpack_version}): build it again") from error
     return {
         "model": info.to_json(), "target": entry.target.name, "compiler": dict(manifest.compiler),
         "weights": dict(manifest.weights.formats), "options": dict(manifest.build_options),
