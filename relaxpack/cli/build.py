@@ -7,16 +7,20 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from relaxpack.errors import UsageError
 from relaxpack.weight_format import WEIGHTS
+
+if TYPE_CHECKING:
+    from relaxpack.dist.host import Host
+    from relaxpack.dist.manifest import TargetEntry
 
 
 @click.command()
@@ -158,7 +162,17 @@ def _print_summary(report: Any) -> None:
         next_step = f"relaxpack serve {path}"
     else:
         next_step = f"relaxpack chat {path}" if report.can_chat else f"relaxpack generate {path} --raw \"Once upon a time\""
-    console.print(f"Next: {next_step}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"Next: {next_step}{_elsewhere(report.manifest.targets)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _elsewhere(targets: Sequence[TargetEntry], host: Host | None = None) -> str:
+    """Where a bundle runs that this machine can build but not run."""
+    from relaxpack.dist.compat import choose_target
+    from relaxpack.dist.host import detect_host
+
+    if choose_target(targets, host or detect_host()) is not None:
+        return ""
+    return f", on a machine for {' or '.join(entry.target.name for entry in targets)}"
 
 
 def _phase_seconds(report: Any) -> dict[str, float]:

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from relaxpack import cli
+from relaxpack.cli.build import _elsewhere
 from relaxpack.compile import BuildOptions, build_bundle
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.canary import CANARY, HIDDEN, CanarySet
+from relaxpack.dist.host import Host
 from relaxpack.errors import RequestError, UsageError
 from relaxpack.explain import explanation
 from relaxpack.llm import LLM
@@ -147,6 +149,7 @@ def test_a_gpu_target_is_machine_code_by_rules_of_ours(tmp_path: Path, capsys: p
     assert f"Next: relaxpack serve {path}" in capsys.readouterr().err
     bundle = Bundle.open(path)
     [entry] = bundle.manifest.targets
+    assert _elsewhere([entry], Host("x86_64", ())) == ", on a machine for cuda:sm_90a"
     check_library(bundle.path(entry.library))
     assert entry.functions == ("embed",) and not entry.buckets and set(entry.kernels) == {"rule", "host"}
     assert not any("lm_head" in name for name in entry.param_order)
