@@ -9,8 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import relaxpack.tvm_setup as tvm_setup
+import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.errors import EnvironmentProblem
+from relaxpack.schedules.cuda_compile import prepare_cuda_compiler
 
 
 @dataclass
@@ -25,9 +27,9 @@ class GraphLog:
 
 def install() -> GraphLog:
     """Register the stand-ins with fresh caches."""
-    # The library of the real ones, where it can be loaded, aborts the process when it finds their names taken.
-    with suppress(OSError, RuntimeError):
-        tvm_setup.load_cuda_library()
+    # The library of the real ones, which a later test may need, aborts the process when it finds their names taken.
+    with suppress(EnvironmentProblem):
+        prepare_cuda_compiler()
     log = GraphLog()
     invoke = tvm.get_global_func("vm.builtin.invoke_closure")
     storages: dict[int, Any] = {}
