@@ -138,7 +138,8 @@ def _run_one(section: Section, folder: Path, limit: float) -> dict[str, Any]:
         code, output, errors = 124, *(_text(part) for part in (expired.stdout, expired.stderr))
     except OSError as problem:      # a tool that this machine lacks
         code, output, errors = 127, "", str(problem)
-    result: dict[str, Any] = {"ok": code == 0 and section.must_say in output, "seconds": round(time.monotonic() - begin, 2)}
+    result: dict[str, Any] = {"ok": code == 0 and section.must_say in output + errors,
+                              "seconds": round(time.monotonic() - begin, 2)}
     if (answer := _answer(made, output)) is not None:
         result["result"] = answer
     if answer is None or not result["ok"]:
@@ -172,6 +173,8 @@ def prepare(folder: Path, max_batch: int = 128) -> None:
         "smollm2-f32.bundle": bundle("smollm2-f32.bundle", "--weights", "f32", "--max-context", 1024),
         "smollm2.npz": _python(HERE / "check_bundle.py", "reference", folder / "smollm2-f32.bundle", folder / "smollm2.npz"),
         "kernels": _python("-m", "benchmarks.gpu.kernels_matmul", "build", folder / "kernels", "check", "chain"),
+        "kernels/norms": _python("-m", "benchmarks.gpu.norm_fusion", "build", folder / "kernels" / "norms"),
+        "kernels/quantised": _python("-m", "benchmarks.gpu.quantised_matmul", "build", folder / "kernels" / "quantised"),
         "attention": _python("-m", "tests.helpers.attention_builds", folder / "attention"),
         f"{SMALL}-bf16.so": _python(HERE / "build_models.py", folder, "--model", SMALL),
         f"{MODEL}-bf16.so": _python(HERE / "build_models.py", folder, "--model", MODEL, "--max-batch", max_batch),

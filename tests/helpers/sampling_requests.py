@@ -51,7 +51,7 @@ def settings(vocab: int) -> dict[str, SamplingParams]:
     far = vocab - 1
     return {
         "penalties": PENALTIES,
-        "bias": replace(GREEDY, logit_bias={3: 2.5, 11: -100.0, 40: 1.0, far: 3.0}),
+        "bias": replace(GREEDY, logit_bias={3: 2.5, 11: -100.0, 40: 1.0, far: 20.0}),
         "min_tokens": replace(GREEDY, ignore_eos=False, min_tokens=9, logit_bias={END: 100.0}),
         "bad words": replace(GREEDY, repetition_penalty=0.8, bad_words=((4,), (20, 21), (33,))),
         "grammar": replace(GREEDY, grammar=Grammar("regex", "thirds")),
