@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,33 +70,61 @@ def make(variant: dict[str, Any]) -> Any:
     return {"rows": gemm_rows, "few": gemm_few, "many": gemm_many}[family](n, k, dtype, out_dtype, name=name, **options)
 
 
-def build(folder: Path, groups: list[str]) -> None:
-    from benchmarks.gpu.matmul_variants import group_variants
+def compile_parts(folder: Path, stem: str, makers: Mapping[str, Callable[[], Any]],
+                  per_module: int = PER_MODULE) -> dict[str, dict[str, Any]]:
+    """Kernels by name into libraries STEM-0.so, STEM-1.so, ...; by name the library and what ptxas says of the kernel."""
     from relaxpack.schedules.cuda_compile import check_library, compile_module, resource_usage
     from relaxpack.target import parse_target
 
     import tvm  # isort: skip
 
     folder.mkdir(parents=True, exist_ok=True)
+    names, found, started = list(makers), {}, time.time()
+    for number, first in enumerate(range(0, len(names), per_module)):
+        part = names[first:first + per_module]
+        library = folder / f"{stem}-{number}.so"
+        executable = compile_module(tvm.IRModule({name: makers[name]() for name in part}), parse_target("cuda:sm_90a"))
+        executable.export_library(str(library))
+        check_library(library)
+        usage = resource_usage(library)
+        found |= {name: {"library": library.name, **usage.get(f"{name}_kernel", {})} for name in part}
+        print(f"{library.name}: {len(found)} of {len(names)} kernels, {time.time() - started:.0f} s", flush=True)
+    return found
+
+
+def spilling(kernels: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [name for name, used in kernels.items() if used.get("stack", 0) or used.get("local", 0)]
+
+
+def build(folder: Path, groups: list[str]) -> None:
+    from benchmarks.gpu.matmul_variants import group_variants
+
     for group, variants in group_variants().items():
         if groups and group not in groups:
             continue
-        started, index = time.time(), []
-        for number, first in enumerate(range(0, len(variants), PER_MODULE)):
-            part = variants[first:first + PER_MODULE]
-            library = folder / f"{group}-{number}.so"
-            executable = compile_module(tvm.IRModule({v["name"]: make(v) for v in part}), parse_target("cuda:sm_90a"))
-            executable.export_library(str(library))
-            check_library(library)
-            usage = resource_usage(library)
-            index += [{**v, "library": library.name, **usage.get(f"{v['name']}_kernel", {})} for v in part]
-            print(f"{library.name}: {len(part)} kernels, {time.time() - started:.0f} s", flush=True)
-        (folder / f"{group}.json").write_text(json.dumps(index))
-        spills = [v["name"] for v in index if v.get("stack", 0) or v.get("local", 0)]
-        print(f"{group}: {len(index)} kernels, {len(spills)} with a stack frame {spills[:6]}")
+        made = compile_parts(folder, group, {v["name"]: partial(make, v) for v in variants})
+        (folder / f"{group}.json").write_text(json.dumps([{**v, **made[v["name"]]} for v in variants]))
+        spills = spilling(made)
+        print(f"{group}: {len(made)} kernels, {len(spills)} with a stack frame {spills[:6]}")
 
 
 # --- GPU machine ------------------------------------------------------------------------------------------------------
+
+def exact(x: Any, weight: Any, bias: Any, residual: Any, swiglu: bool, in_order: bool) -> Any:
+    """float64 of a matmul and its epilogue. Packed rows are blocks of 8 gate rows and 8 up rows, biases too; `in_order`: the
+    weight has that order already."""
+    n, t = len(weight), len(x)
+    z = x.double() @ weight.double().T
+    if swiglu and not in_order:
+        z = z.reshape(t, 2, n // 16, 8).transpose(1, 2).reshape(t, n)
+    if bias is not None:
+        z = z + bias.double()
+    if swiglu:
+        pairs = z.reshape(t, n // 16, 2, 8)
+        gate, up = pairs[:, :, 0].reshape(t, n // 2), pairs[:, :, 1].reshape(t, n // 2)
+        z = gate * gate.sigmoid() * up
+    return z if residual is None else z + residual.double()
+
 
 class Bench:
     """Calls kernels of exported libraries on torch tensors, checks and times them."""
@@ -223,19 +251,7 @@ class Bench:
             y = torch.full((t, width), float("nan"), device="cuda", dtype=getattr(torch, out_dtype))
             fn(x, *[self.view(b) for b in buffers], *([] if bias is None else [bias]),
                *([] if residual is None else [residual]), y)
-            # Packed rows are blocks of 8 gate rows and 8 up rows; a plain weight here is packed order already.
-            z = x.double() @ plain.double().T
-            if canonical is not None and swiglu:
-                order = torch.arange(n, device="cuda").reshape(2, n // 16, 8).transpose(0, 1).reshape(-1)
-                z = z[:, order]
-            if bias is not None:
-                z = z + bias.double()
-            if swiglu:
-                pairs = z.reshape(t, n // 16, 2, 8)
-                gate, up = pairs[:, :, 0].reshape(t, width), pairs[:, :, 1].reshape(t, width)
-                z = gate * torch.sigmoid(gate) * up
-            if residual is not None:
-                z = z + residual.double()
+            z = exact(x, plain, bias, residual, swiglu, in_order=canonical is None)
             found.append(self.verdict(variant, t, y, z))
             again = torch.empty_like(y)
             fn(x, *[self.view(b) for b in buffers], *([] if bias is None else [bias]),

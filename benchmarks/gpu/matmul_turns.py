@@ -105,26 +105,14 @@ def items() -> list[dict[str, Any]]:
 # ---- building machine ----
 
 def build(folder: Path, per_module: int = 16) -> None:
-    from benchmarks.gpu.kernels_matmul import make
-    from relaxpack.schedules.cuda_compile import compile_module, resource_usage
-    from relaxpack.target import parse_target
+    from benchmarks.gpu.kernels_matmul import compile_parts, make, spilling
 
-    import tvm  # isort: skip
-
-    folder.mkdir(parents=True, exist_ok=True)
     todo = items()
-    every = list({one["name"]: one for item in todo for one in item["variants"]}.values())
-    place, bad = {}, []
-    for number, begin in enumerate(range(0, len(every), per_module)):
-        part, library = every[begin:begin + per_module], folder / f"turns-{number}.so"
-        executable = compile_module(tvm.IRModule({one["name"]: make(one) for one in part}), parse_target("cuda:sm_90a"))
-        executable.export_library(str(library))
-        usage = resource_usage(library)
-        bad += [name for name, used in usage.items() if used.get("stack") or used.get("local")]
-        place.update({one["name"]: library.name for one in part})
-        print(f"{library.name}: {begin + len(part)} of {len(every)}", flush=True)
+    makers = {one["name"]: partial(make, one) for item in todo for one in item["variants"]}
+    made = compile_parts(folder, "turns", makers, per_module)
+    place = {name: kernel["library"] for name, kernel in made.items()}
     (folder / "turns.json").write_text(json.dumps({"items": todo, "place": place}))
-    print(f"{len(every)} kernels for {len(todo)} items; with a stack frame: {bad}")
+    print(f"{len(made)} kernels for {len(todo)} items; with a stack frame: {spilling(made)}")
 
 
 # ---- GPU machine ----

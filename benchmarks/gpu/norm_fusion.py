@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.kernels_matmul import Bench
+from benchmarks.gpu.kernels_matmul import Bench, compile_parts
 from benchmarks.gpu.matmul_variants import LINEARS
 
 LAYERS = 12
@@ -28,7 +28,6 @@ EPSILON = 1e-5
 CHAINS = (("1b", None), ("8b", "q4_1"), ("8b", None), ("8b", "q4_0"), ("7b", None), ("8b", "q8_0"))
 HEADS = (("1b", None), ("8b", None), ("8b", "q4_1"), ("8b", "q8_0"))
 PARTS = ("qkv", "o", "gate_up", "down")
-PER_MODULE = 24
 Config = tuple[int, int, bool, int, int]      # warps, unroll, ahead, strips, blocks_per_sm
 
 
@@ -120,28 +119,14 @@ def kernels() -> dict[str, tuple[Any, ...]]:
 def build(folder: Path, only: str = "") -> None:
     """`only`: how the names of the kernels begin that are wanted ("check": no chains)."""
     from relaxpack.kernel_spec import NormSpec
-    from relaxpack.schedules.cuda_compile import check_library, compile_module, resource_usage
     from relaxpack.schedules.kernels.cuda.norm import norm
-    from relaxpack.target import parse_target
 
-    import tvm  # isort: skip
-
-    folder.mkdir(parents=True, exist_ok=True)
     made = {name: partial(kernel, n, k, weight, config, name, **options)
             for name, (n, k, weight, config, options) in kernels().items()}
     for h in (2048, 3584, 4096):
         made[f"norm_{h}"] = partial(norm, NormSpec(h, EPSILON, "bfloat16", True), dependent_launch=True, name=f"norm_{h}")
-    index: dict[str, dict[str, Any]] = {}
-    names = sorted(name for name in made if name.startswith(only))
-    for number, first in enumerate(range(0, len(names), PER_MODULE)):
-        part = names[first:first + PER_MODULE]
-        library = folder / f"fuse-{number}.so"
-        executable = compile_module(tvm.IRModule({name: made[name]() for name in part}), parse_target("cuda:sm_90a"))
-        executable.export_library(str(library))
-        check_library(library)
-        usage = resource_usage(library)
-        index |= {name: {"library": library.name, **usage.get(f"{name}_kernel", {})} for name in part}
-        print(f"{library.name}: {len(part)} kernels", flush=True)
+    wanted = {name: made[name] for name in sorted(made) if name.startswith(only)}
+    index = compile_parts(folder, "fuse", wanted)
     checks = {name: [n, k, weight, options] for name, (n, k, weight, _, options) in kernels().items()
               if name.startswith("check")}
     rules = {f"{model} {weight}": {part: rule(*LINEARS[f"{model}.{part}"], weight) for part in (*PARTS, "head")

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.kernels_matmul import TOLERANCE, Bench
+from benchmarks.gpu.kernels_matmul import TOLERANCE, Bench, compile_parts, exact, spilling
 from benchmarks.gpu.matmul_variants import LINEARS, MULTIPROCESSORS
 
 PER_MODULE = 16
@@ -201,26 +201,10 @@ def make(v: dict[str, Any]) -> Any:
 
 
 def build(folder: Path, variants: list[dict[str, Any]]) -> None:
-    from relaxpack.schedules.cuda_compile import check_library, compile_module, resource_usage
-    from relaxpack.target import parse_target
-
-    import tvm  # isort: skip
-
-    folder.mkdir(parents=True, exist_ok=True)
-    index, started = [], time.time()
-    for number, first in enumerate(range(0, len(variants), PER_MODULE)):
-        part = variants[first:first + PER_MODULE]
-        library = folder / f"quantised-{number}.so"
-        executable = compile_module(tvm.IRModule({v["name"]: make(v) for v in part}), parse_target("cuda:sm_90a"))
-        executable.export_library(str(library))
-        check_library(library)
-        usage = resource_usage(library)
-        index += [{**v, "library": library.name, **usage.get(f"{v['name']}_kernel", {})} for v in part]
-        print(f"{library.name}: {len(index)} of {len(variants)}, {time.time() - started:.0f} s", flush=True)
-        (folder / "index.json").write_text(json.dumps(index))
-    for v in index:
-        if v.get("stack", 0) or v.get("local", 0):
-            print("stack frame:", v["name"], v.get("stack"), v.get("local"))
+    made = compile_parts(folder, "quantised", {v["name"]: partial(make, v) for v in variants}, PER_MODULE)
+    (folder / "index.json").write_text(json.dumps([{**v, **made[v["name"]]} for v in variants]))
+    for name in spilling(made):
+        print("stack frame:", name, made[name].get("stack"), made[name].get("local"))
 
 
 # --- GPU machine ------------------------------------------------------------------------------------------------------
@@ -229,21 +213,8 @@ class QuantisedBench(Bench):
     """`Bench` whose references know what `mixed` kernels make of a weight."""
 
     def reference(self, v: dict[str, Any], canonical: Any, x: Any, bias: Any, residual: Any) -> Any:
-        torch, n, t = self.torch, v["n"], len(x)
         plain = scaled_weights(canonical, v["dtype"]) if v["family"] == "mixed" else canonical.dequantize()
-        plain = torch.from_numpy(plain).cuda()
-        z = x.double() @ plain.double().T
-        glu = v["options"].get("glu")
-        if glu:
-            order = torch.arange(n, device="cuda").reshape(2, n // 16, 8).transpose(0, 1).reshape(-1)
-            z = z[:, order]
-        if bias is not None:
-            z = z + bias.double()
-        if glu:
-            pairs = z.reshape(t, n // 16, 2, 8)
-            gate, up = pairs[:, :, 0].reshape(t, n // 2), pairs[:, :, 1].reshape(t, n // 2)
-            z = gate * torch.sigmoid(gate) * up
-        return z if residual is None else z + residual.double()
+        return exact(x, self.torch.from_numpy(plain).cuda(), bias, residual, bool(v["options"].get("glu")), in_order=False)
 
     def check(self, variant: dict[str, Any]) -> list[dict[str, Any]]:
         torch, options, found = self.torch, variant["options"], []
