@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
-from relaxpack.schedules.kernels.cuda.common import finish, mma_name, quant_entry
-from relaxpack.schedules.kernels.cuda.gemm_rows_quant import LOAD_X2, LOAD_X4
+from relaxpack.schedules.kernels.cuda.common import finish, quant_entry
 from relaxpack.schedules.kernels.cuda.rows_epilogue import RowsEpilogue
+from relaxpack.schedules.kernels.cuda.rows_product import RowsProduct
 from relaxpack.weight_format import WHOLE_ROW, WeightFormat
 from tvm.script import tirx as T
 
@@ -35,7 +35,6 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
     rounds = -(-PIECES // W)
     D = min(stages, rounds)
     exact = K % (64 * U) == 0 and PIECES % W == 0
-    MMA = mma_name(dtype)
     E = RowsEpilogue(N, K, dtype, out_dtype, columns=columns, strips=1, warps=warps, bias=bias, residual=residual, glu=glu,
                      norm_epsilon=norm_epsilon, prepares_norm=prepares_norm)
     PITCH, prefetch, request, scale, store = E.pitch, E.prefetch, E.request, E.scale, E.store
@@ -45,8 +44,9 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
     SW = 0 if whole_row else U // 2 * 16 if e4m3 else U * 8 * LANE
     ROW_SCALES = 0 if whole_row else -(-KC // 2) * 16 if e4m3 else KC * 8 * LANE      # of a strip in memory, in words
     PER_CHUNK = 8 if e4m3 else 8 * LANE             # words of scales of a chunk (e4m3: of two chunks, 16)
-    stored, wide, one, f32 = F.stored, F.wide, F.one, F.f32
-    decode = F.decode
+    stored, f32 = F.stored, F.f32
+    P = RowsProduct(F, NT, dtype, K, exact)
+    load_share, add_x, product = P.load_x, P.add_x, P.multiply
     SIZE = 4 if f32 else 2                          # bytes of a scale
 
     @T.inline
@@ -104,21 +104,7 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
         def load_x(r):
             for u in T.unroll(U):
                 chunk = T.meta_var((r * W + wid) * U + u)
-                for n in T.unroll(NT):
-                    for j in T.unroll(2):
-                        m = T.meta_var(by * columns + n * 8 + g)
-                        o = T.meta_var(((u * NT + n) * 2 + j) * 4)
-                        for e in T.unroll(4):
-                            v[o + e] = T.uint32(0)
-                        if wide:
-                            k = T.meta_var(chunk * 64 + j * 32 + q * 8)
-                            if T.And(m < rows, T.bool(True) if exact else k < K):
-                                T.ptx[LOAD_X4](v[o], v[o + 1], v[o + 2], v[o + 3], x.ptr_to([m, k]))
-                        else:
-                            for p in T.unroll(2):
-                                k = T.meta_var(chunk * 64 + j * 32 + p * 16 + q * 4)
-                                if T.And(m < rows, T.bool(True) if exact else k < K):
-                                    T.ptx[LOAD_X2](v[o + p * 2], v[o + p * 2 + 1], x.ptr_to([m, k]))
+                load_share(v, x, u, chunk, by * columns, rows, g, q, True)
 
         @T.inline
         def load_scales(registers, buffer, slot, u):
@@ -141,30 +127,8 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
                 load_scales(mn, Ms, slot, u)
             for j in T.unroll(2):
                 for d in T.unroll(F.groups):
-                    if stored:                      # sums of x over the group, by a matrix of ones
-                        for n in T.unroll(NT):
-                            for e in T.unroll(4):
-                                sums[n * 4 + e] = T.float32(0)
-                            for p in T.unroll(F.steps):
-                                w = T.meta_var(((u * NT + n) * 2 + j) * 4 + F.step(p, d) * 2)
-                                T.ptx[MMA](sums[n * 4], sums[n * 4 + 1], sums[n * 4 + 2], sums[n * 4 + 3], T.uint32(one),
-                                           T.uint32(one), T.uint32(one), T.uint32(one), v[w], v[w + 1],
-                                           sums[n * 4], sums[n * 4 + 1], sums[n * 4 + 2], sums[n * 4 + 3])
-                    for p in T.unroll(F.steps):
-                        for e in T.unroll(4):       # e: row g + 8 * (e % 2), pair e // 2 of the step
-                            decode(a, p * 4 + e, 8, F.pair(c, 0, j, e % 2, F.step(p, d) * 2 + e // 2))
-                    for n in T.unroll(NT):
-                        for e in T.unroll(4):
-                            part[e] = T.float32(0)
-                        for p in T.unroll(F.steps):
-                            w = T.meta_var(((u * NT + n) * 2 + j) * 4 + F.step(p, d) * 2)
-                            T.ptx[MMA](part[0], part[1], part[2], part[3], a[p * 4], a[p * 4 + 1], a[p * 4 + 2],
-                                       a[p * 4 + 3], v[w], v[w + 1], part[0], part[1], part[2], part[3])
-                        for e in T.unroll(4):
-                            i = T.meta_var(n * 4 + e)
-                            acc[i] = acc[i] + part[e] * F.scale(sc, 0, e // 2, j * F.groups + d)
-                            if stored:
-                                acc[i] = acc[i] + sums[n * 4 + e % 2] * F.scale(mn, 0, e // 2, j * F.groups + d)
+                    add_x(sums, v, u, j, d)
+                    product(acc, 0, part, a, sums, c, 0, sc, mn, 0, v, u, j, d)
 
         if lane == 0:
             for d in T.unroll(D):

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
-from relaxpack.schedules.kernels.cuda.common import finish, mma_name, quant_entry
+from relaxpack.schedules.kernels.cuda.common import finish, quant_entry
 from relaxpack.schedules.kernels.cuda.rows_epilogue import RowsEpilogue
+from relaxpack.schedules.kernels.cuda.rows_product import RowsProduct
 from relaxpack.weight_format import WeightFormat
 from tvm.script import tirx as T
-
-LOAD_X4, LOAD_X2 = "ld.global.v4.b32", "ld.global.v2.b32"
 
 
 def gemm_rows_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str, *, columns: int = 8,
@@ -34,7 +33,6 @@ def gemm_rows_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype:
     rounds = -(-KC // (W * U))
     exact = K % 64 == 0 and KC % (W * U) == 0
     strips_exact = STRIPS % strips == 0
-    MMA = mma_name(dtype)
     limited = blocks_per_sm > 0
     OUT = N // 2 if glu else N
     E = RowsEpilogue(N, K, dtype, out_dtype, columns=columns, strips=strips, warps=warps, bias=bias, residual=residual,
@@ -42,8 +40,8 @@ def gemm_rows_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype:
     PITCH, prefetch, request, scale, store = E.pitch, E.prefetch, E.request, E.scale, E.store
     CW, SW, ACC = F.words, F.scale_words, strips * NT * 4
     REG_C, REG_S, SETS = U * strips * CW, U * strips * SW, 2 if ahead else 1
-    stored, wide, one = F.stored, F.wide, F.one
-    load_piece, decode = F.load, F.decode
+    P = RowsProduct(F, NT, dtype, K, exact)
+    load_piece, load_share, add_x, product, stored = F.load, P.load_x, P.add_x, P.multiply, F.stored
 
     @T.inline
     def body(x, codes, scales, minimums, bias_buffer, residual_buffer, y, t, norm=None):
@@ -89,57 +87,18 @@ def gemm_rows_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype:
             """Rows that are not there stay zero."""
             for u in T.unroll(U):
                 chunk = T.meta_var((r * U + u) * W + wid)
-                for n in T.unroll(NT):
-                    for j in T.unroll(2):
-                        m = T.meta_var(by * columns + n * 8 + g)
-                        o = T.meta_var(((u * NT + n) * 2 + j) * 4)
-                        if not exact:
-                            for e in T.unroll(4):
-                                v[o + e] = T.uint32(0)
-                        if wide:
-                            k = T.meta_var(chunk * 64 + j * 32 + q * 8)
-                            if T.And(m < rows, T.bool(True) if exact else k < K):
-                                T.ptx[LOAD_X4](v[o], v[o + 1], v[o + 2], v[o + 3], x.ptr_to([m, k]))
-                        else:
-                            for p in T.unroll(2):
-                                k = T.meta_var(chunk * 64 + j * 32 + p * 16 + q * 4)
-                                if T.And(m < rows, T.bool(True) if exact else k < K):
-                                    T.ptx[LOAD_X2](v[o + p * 2], v[o + p * 2 + 1], x.ptr_to([m, k]))
+                load_share(v, x, u, chunk, by * columns, rows, g, q, not exact)
 
         @T.inline
         def multiply(slot):
             for u in T.unroll(U):
                 for j in T.unroll(2):
                     for d in T.unroll(F.groups):                          # groups in this half
-                        if stored:                                  # sums of x over the group, by a matrix of ones
-                            for n in T.unroll(NT):
-                                for e in T.unroll(4):
-                                    sums[n * 4 + e] = T.float32(0)
-                                for p in T.unroll(F.steps):
-                                    w = T.meta_var(((u * NT + n) * 2 + j) * 4 + F.step(p, d) * 2)
-                                    T.ptx[MMA](sums[n * 4], sums[n * 4 + 1], sums[n * 4 + 2], sums[n * 4 + 3],
-                                               T.uint32(one), T.uint32(one), T.uint32(one),
-                                               T.uint32(one), v[w], v[w + 1],
-                                               sums[n * 4], sums[n * 4 + 1], sums[n * 4 + 2], sums[n * 4 + 3])
+                        add_x(sums, v, u, j, d)
                         for s in T.unroll(strips):
                             o = T.meta_var(slot * REG_C + (u * strips + s) * CW)
                             so = T.meta_var(slot * REG_S + (u * strips + s) * SW)
-                            for p in T.unroll(F.steps):
-                                for e in T.unroll(4):               # e: row g + 8 * (e % 2), pair e // 2 of the step
-                                    decode(a, p * 4 + e, 8, F.pair(c, o, j, e % 2, F.step(p, d) * 2 + e // 2))
-                            for n in T.unroll(NT):
-                                for e in T.unroll(4):
-                                    part[e] = T.float32(0)
-                                for p in T.unroll(F.steps):
-                                    w = T.meta_var(((u * NT + n) * 2 + j) * 4 + F.step(p, d) * 2)
-                                    T.ptx[MMA](part[0], part[1], part[2], part[3],
-                                               a[p * 4], a[p * 4 + 1], a[p * 4 + 2], a[p * 4 + 3], v[w], v[w + 1],
-                                               part[0], part[1], part[2], part[3])
-                                for e in T.unroll(4):
-                                    i = T.meta_var((s * NT + n) * 4 + e)
-                                    acc[i] = acc[i] + part[e] * F.scale(sc, so, e // 2, j * F.groups + d)
-                                    if stored:
-                                        acc[i] = acc[i] + sums[n * 4 + e % 2] * F.scale(mn, so, e // 2, j * F.groups + d)
+                            product(acc, s, part, a, sums, c, o, sc, mn, so, v, u, j, d)
 
         load(0, 0)                              # weights do not depend on the kernel before
         prefetch(held, norm, bx, tx)
