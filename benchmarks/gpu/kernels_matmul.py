@@ -40,7 +40,9 @@ def make(variant: dict[str, Any]) -> Any:
     from relaxpack.schedules.kernels.cuda.gemm_few import gemm_few
     from relaxpack.schedules.kernels.cuda.gemm_few_quant import gemm_few_quant
     from relaxpack.schedules.kernels.cuda.gemm_many import gemm_many
+    from relaxpack.schedules.kernels.cuda.gemm_mixed import gemm_mixed
     from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
+    from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
     from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
     from relaxpack.schedules.kernels.cuda.norm import norm
     from relaxpack.weight_format import FORMATS
@@ -55,12 +57,11 @@ def make(variant: dict[str, Any]) -> Any:
     family, name = variant["family"], variant["name"]
     if family == "dequantize":
         return dequantize(n, k, FORMATS[variant["weight"]], dtype, name=name)
-    if family == "few_quant":
-        return gemm_few_quant(n, k, FORMATS[variant["weight"]], dtype, out_dtype, name=name, **options)
+    quantised = {"quant": gemm_rows_quant, "few_quant": gemm_few_quant, "rows_bulk": gemm_rows_bulk, "mixed": gemm_mixed}
+    if family in quantised:
+        return quantised[family](n, k, FORMATS[variant["weight"]], dtype, out_dtype, name=name, **options)
     if family == "norm":
         return norm(NormSpec(k, 1e-5, dtype, options["residual"]), dependent_launch=options["dependent_launch"], name=name)
-    if family == "quant":
-        return gemm_rows_quant(n, k, FORMATS[variant["weight"]], dtype, out_dtype, name=name, **options)
     if family == "any":
         flags = {key: options[key] for key in ("glu", "bias", "residual")}
         spec = LinearSpec(n, k, FORMATS["bf16" if dtype == "bfloat16" else "f16"],

@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-ROWS = {"rows": (3,), "few": (9, 40), "many": (130, 200), "quant": (3,), "few_quant": (20,)}
+ROWS = {"rows": (3,), "few": (9, 40), "many": (130, 200), "quant": (3,), "few_quant": (20,), "rows_bulk": (3,),
+        "mixed": (20,)}
 TOLERANCE = 6e-4            # float16 outputs
 
 
@@ -37,7 +38,11 @@ def variants() -> list[dict[str, Any]]:
             half("quant", (272, 576), "q4_0", columns=8, dependent_launch=True),
             half("few_quant", (272, 1152), "q8_0", columns=32, strips=2, split=2),
             half("quant", (272, 576), "fp8", columns=8, convert=True),
-            half("few_quant", (272, 1152), "fp8_block", columns=32, strips=1, split=2, convert=True)]
+            half("few_quant", (272, 1152), "fp8_block", columns=32, strips=1, split=2, convert=True),
+            half("few", (272, 712), columns=16, consumers=2, split=1, dependent_launch=True),
+            half("rows_bulk", (272, 1152), "q8_0", columns=8, dependent_launch=True),
+            half("mixed", (272, 1152), "q4_0", columns=16, consumers=2, strips=2, blocks_per_sm=1, dependent_launch=True),
+            half("mixed", (272, 1152), "q4_0", columns=32, split=2)]
 
 
 def build(folder: Path) -> None:
