@@ -31,7 +31,8 @@ Buffer names and types by operation (I = activation dtype of the spec, inputs fi
     top_logprobs logits f32[b, V], counters i32[b, 8] → top_ids i32[b, 20], top_logprobs f32[b, 20]: of each row as many of
                  the likeliest tokens as its counter `tops` says, likeliest first, the lower id of equal ones
 
-`pages` is kv_dtype[num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] (2 = keys, values; keys after RoPE),
+`pages` is kv_dtype[num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] (2 = keys, values; keys after RoPE; the
+buffer of float8_e4m3fn is uint8, what is written is rounded to even and at most 448, and NaN reads as 480);
 `num_pages` is the symbolic variable `p`. Stages that touch `pages` take the layer as a scalar int64 parameter named
 `layer`. slot = page_id * page_size + offset. `lengths` counts the tokens of a sequence including those of this step;
 query i of sequence s (row query_start[s] + i) sits at position lengths[s] - (query_start[s+1] - query_start[s]) + i
@@ -46,6 +47,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from relaxpack.model_info import FP8, kv_item_bytes, page_dtype
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
 
 NORM_GROUP = 16  # features whose squares are one number of `squares`
@@ -142,6 +144,19 @@ class AttentionSpec:
     scale: float
     window: int | None = None    # keys a query sees, itself included; None = all
     qk_norm_epsilon: float | None = None
+
+    @property
+    def fp8(self) -> bool:
+        """Keys and values are stored as e4m3 numbers."""
+        return self.kv_dtype == FP8
+
+    @property
+    def page_dtype(self) -> str:
+        return page_dtype(self.kv_dtype)
+
+    @property
+    def kv_item_bytes(self) -> int:
+        return kv_item_bytes(self.kv_dtype)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+FP8 = "float8_e4m3fn"        # a KV dtype: numbers beyond 448 are stored as 448
+
+
+def page_dtype(kv_dtype: str) -> str:
+    """dtype of the tensor that holds pages of a KV dtype: e4m3 numbers are bytes there, which every library can carry."""
+    return "uint8" if kv_dtype == FP8 else kv_dtype
+
+
+def kv_item_bytes(kv_dtype: str) -> int:
+    return {"float32": 4, FP8: 1}.get(kv_dtype, 2)
+
 
 @dataclass(frozen=True)
 class ModelInfo:

@@ -1,20 +1,25 @@
 """Random paged-attention problems and their float64 answers, for the CUDA kernel tests.
 
 A case owns shuffled pages (page 0 is scratch and holds NaN, as does everything beyond a sequence's length), a page
-table and lengths. Floats travel as uint16 bit patterns because NumPy has no bfloat16.
+table and lengths. Floats travel as uint16 bit patterns because NumPy has no bfloat16, e4m3 numbers as uint8.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from relaxpack.kernel_spec import AttentionSpec
+from relaxpack.model_info import FP8
+from relaxpack.weight_format import E4M3
 
 
 def to_bits(x: np.ndarray, dtype: str) -> np.ndarray:
-    """float → uint16 patterns, round to nearest even."""
+    """float → uint16 (uint8) patterns, round to nearest even."""
+    if dtype == FP8:
+        return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     if dtype == "float16":
         return x.astype(np.float16).view(np.uint16)
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
@@ -23,13 +28,15 @@ def to_bits(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def from_bits(bits: np.ndarray, dtype: str) -> np.ndarray:
-    """uint16 patterns → float64."""
+    """uint16 (uint8) patterns → float64."""
+    if dtype == FP8:
+        return E4M3[bits].astype(np.float64)
     if dtype == "float16":
         return bits.view(np.float16).astype(np.float64)
     return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
-NAN_BITS = {"bfloat16": 0x7FC0, "float16": 0x7E00}
+NAN_BITS = {"bfloat16": 0x7FC0, "float16": 0x7E00, FP8: 0x7F}
 
 
 @dataclass
@@ -37,7 +44,7 @@ class Case:
     spec: AttentionSpec
     layer: int
     q: np.ndarray               # uint16 [t, H*D]
-    pages: np.ndarray           # uint16 [L, p, 2, KV, PS, D]
+    pages: np.ndarray           # uint16 or uint8 [L, p, 2, KV, PS, D]
     page_table: np.ndarray      # int32 [b, max_pages]
     query_start: np.ndarray     # int32 [b+1]
     lengths: np.ndarray         # int32 [b]
@@ -56,7 +63,7 @@ def make_case(spec: AttentionSpec, lengths: list[int], queries: list[int] | None
     assert max(per_row, default=0) <= spec.max_pages
     free = rng.permutation(np.arange(1, 1 + sum(per_row) + 2))
     pages = np.full((spec.num_layers, len(free) + 1, 2, spec.num_kv_heads, spec.page_size, spec.head_dim),
-                    NAN_BITS[spec.kv_dtype], np.uint16)
+                    NAN_BITS[spec.kv_dtype], np.uint8 if spec.fp8 else np.uint16)
     table = np.zeros((len(lengths), spec.max_pages), np.int32)
     layer, used = spec.num_layers - 1, 0
     for s, length in enumerate(lengths):

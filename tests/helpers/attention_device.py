@@ -15,13 +15,33 @@ import torch
 import relaxpack.tvm_setup as tvm_setup
 import tvm
 import tvm_ffi
+from relaxpack.model_info import FP8, page_dtype
 
 DEVICE = "cuda"
 POISON = float("nan")
 
 
+# of ‖out - ref‖ / ‖ref‖, by the activations' dtype: rounding of P and of the output. What pages hold is read exactly.
+TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
+
+
 def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
+
+
+def to_pages(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
+    """As pages store it: e4m3 numbers are bytes."""
+    if kv_dtype == FP8:
+        return x.float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    return x.to(torch_dtype(kv_dtype))
+
+
+def from_pages(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
+    return x.view(torch.float8_e4m3fn).float() if kv_dtype == FP8 else x
+
+
+def page_poison(kv_dtype: str) -> float:
+    return 0x7F if kv_dtype == FP8 else POISON
 
 
 class Library:
@@ -72,6 +92,8 @@ class Library:
 def poisoned(shape: list[int], dtype: str) -> torch.Tensor:
     if dtype == "int32":
         return torch.full(shape, -123456789, dtype=torch.int32, device=DEVICE)
+    if dtype == FP8:
+        return torch.full(shape, 0x7F, dtype=torch.uint8, device=DEVICE)
     return torch.full(shape, POISON, dtype=torch_dtype(dtype), device=DEVICE)
 
 
@@ -83,13 +105,14 @@ class PagedCase:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         layers += layers % 2
         size, kv_heads, dim = spec["page_size"], spec["num_kv_heads"], spec["head_dim"]
-        dtype = torch_dtype(spec["kv_dtype"])
+        poison = page_poison(spec["kv_dtype"])
         self.spec, self.queries = spec, queries or [1] * len(lengths)
         counts = [-(-n // size) for n in lengths]
         order = torch.randperm(sum(counts), generator=generator, device=DEVICE) + 1
         if not shuffle:
             order = order.sort().values
-        self.pages = torch.full((layers, sum(counts) + 1, 2, kv_heads, size, dim), POISON, dtype=dtype, device=DEVICE)
+        self.pages = torch.empty((layers, sum(counts) + 1, 2, kv_heads, size, dim), device=DEVICE,
+                                 dtype=torch_dtype(page_dtype(spec["kv_dtype"])))
         table = torch.zeros((len(lengths), spec["max_pages"]), dtype=torch.int32)
         used = 0
         order_host = order.cpu()
@@ -98,12 +121,12 @@ class PagedCase:
             used += count
         for layer in range(layers):
             values = torch.randn(self.pages.shape[1:], generator=generator, device=DEVICE, dtype=torch.float32)
-            self.pages[layer] = (values * magnitude).to(dtype)
+            self.pages[layer] = to_pages(values * magnitude, spec["kv_dtype"])
             del values
-        self.pages[:, 0] = POISON
+        self.pages[:, 0] = poison
         for s, n in enumerate(lengths):
             if n % size:
-                self.pages[:, table[s, n // size].item(), :, :, n % size:] = POISON
+                self.pages[:, table[s, n // size].item(), :, :, n % size:] = poison
         self.page_table = table.to(DEVICE)
         self.lengths_host = lengths
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
@@ -124,10 +147,10 @@ class PagedCase:
                 "lengths": self.lengths, "query_start": self.query_start, "y": self.y}
 
     def keys_values(self, s: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[KV, length, D] each, in the storage dtype."""
+        """[KV, length, D] each, in the storage dtype (e4m3: float32)."""
         n = self.lengths_host[s]
         ids = self.page_table[s, : -(-n // self.spec["page_size"])].long()
-        kv = self.pages[layer, ids].permute(1, 2, 0, 3, 4)
+        kv = from_pages(self.pages[layer, ids], self.spec["kv_dtype"]).permute(1, 2, 0, 3, 4)
         kv = kv.reshape(2, self.spec["num_kv_heads"], -1, self.spec["head_dim"])[:, :, :n]
         return kv[0], kv[1]
 
@@ -184,10 +207,10 @@ class DecodeStep:
         cos, sin, a, b = row[..., :rot // 2], row[..., rot // 2:], x[..., :rot // 2], x[..., rot // 2:rot]
         turned = torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., rot:]], -1)
         self.case.q = turned[:, :heads].reshape(t, -1).to(dtype)
-        new = torch.stack([turned[:, heads:heads + groups], values], 1).to(dtype)
+        new = to_pages(torch.stack([turned[:, heads:heads + groups], values], 1), spec["kv_dtype"])
         if layers == 2:                                   # for the numbers; times overwrite the new token in place
             self.pages = self.case.pages.clone()
-            self.pages[:, pages, :, :, at % size] = POISON
+            self.pages[:, pages, :, :, at % size] = page_poison(spec["kv_dtype"])
             self.case.pages[:, pages, :, :, at % size] = new[None].expand(layers, *new.shape).transpose(0, 1)
         else:
             self.pages = self.case.pages
@@ -215,10 +238,14 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm().clamp_min(1e-30))
 
 
+def bytes_of(mask: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    return mask.repeat_interleave(pages.element_size(), -1)
+
+
 def check_fused(library: Library, name: str, repeats: int = 20) -> tuple[float, list[str]]:
     """A kernel that rotates, appends and attends, over ragged lengths: (largest error, what is wrong)."""
     spec, worst, wrong = library.spec(name), 0.0, []
-    size, limit = spec["page_size"], {"bfloat16": 4e-3, "float16": 6e-4}[spec["kv_dtype"]]
+    size, limit = spec["page_size"], TOLERANCE[spec["activation_dtype"]]
     edges = [1, size - 1 or 1, size, size + 1, 3 * size, 63, 64, 65, 700, 128, 129, 511, 512, 513, 1000]
     for lengths, magnitude in (([1], 1.0), ([700], 1.0), (edges, 1.0), (edges, 8.0), (edges, 1e-3), ([8000, 1, 0, 77], 1.0)):
         step = DecodeStep(spec, lengths, magnitude=magnitude)
@@ -238,9 +265,10 @@ def check_fused(library: Library, name: str, repeats: int = 20) -> tuple[float, 
         new = torch.zeros(wanted.shape[0] * size, dtype=torch.bool, device=DEVICE)
         new[step.slots.long()] = True
         fresh = new.reshape(-1, 1, 1, size, 1).expand(wanted.shape)
-        if not relative_error(got[fresh][None], wanted[fresh][None].double()) < limit:
+        stored = [from_pages(pages[fresh], spec["kv_dtype"])[None] for pages in (got, wanted)]
+        if not relative_error(stored[0], stored[1].double()) < limit:
             wrong.append(f"{name} {lengths[:4]}: the new token in the pages is wrong")
-        if not torch.equal(got.view(torch.int16)[~fresh], wanted.view(torch.int16)[~fresh]):
+        if not torch.equal(got.view(torch.uint8)[~bytes_of(fresh, got)], wanted.view(torch.uint8)[~bytes_of(fresh, got)]):
             wrong.append(f"{name} {lengths[:4]}: it wrote elsewhere in the pages")
     return worst, wrong
 

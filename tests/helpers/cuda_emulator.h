@@ -76,6 +76,14 @@ template <bool BF> float elem(uint32_t word, int hi) {
   uint16_t h = hi ? word >> 16 : word & 0xffff;
   return BF ? bf(h) : _cvtsh_ss(h);
 }
+template <bool BF> inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r = 0;
+  for (int i = 0; i < 2; ++i) {
+    float v = elem<BF>(a, i) * elem<BF>(b, i) + elem<BF>(c, i);       // products of powers of two: nothing to round
+    r |= (uint32_t)(BF ? nv_bfloat16(v).bits : half(v).bits) << 16 * i;
+  }
+  return r;
+}
 struct MmaRegs { uint32_t a[4], b[2]; };
 template <bool BF> void mma(float* d, MmaRegs r, const float* c) {
   cur->slot = &r; wait(kWarpWait);

@@ -32,6 +32,7 @@ RULES: list[tuple[str, Any]] = [
         f"memcpy(({_base(m)}{i[0]}) + {4 * k}, &{v}, 4);" for k, v in enumerate(i[1:]))),
     (r"ld\.shared\.v[24]\.b32", lambda o, i, m: "".join(
         f"memcpy(&{v}, (char*)emu::smem + {i[0]} + {4 * k}, 4);" for k, v in enumerate(o))),
+    (r"st\.global\.b16", lambda o, i, m: f"{{ uint16_t half = {i[1]}; memcpy((char*){i[0]}, &half, 2); }}"),
     (r"st\.global\.b32", lambda o, i, m: f"memcpy((char*){i[0]}, &{i[1]}, 4);"),
     (r"ex2\.approx\.ftz\.f32", lambda o, i, m: f"{o[0]} = exp2f({i[0]});"),
     (r"lg2\.approx\.ftz\.f32", lambda o, i, m: f"{o[0]} = log2f({i[0]});"),
@@ -39,6 +40,9 @@ RULES: list[tuple[str, Any]] = [
     (r"cvt\.rn\.bf16x2\.f32", lambda o, i, m:
         f"{o[0]} = (uint32_t)nv_bfloat16({i[0]}).bits << 16 | nv_bfloat16({i[1]}).bits;"),
     (r"cvt\.rn\.f16x2\.f32", lambda o, i, m: f"{o[0]} = (uint32_t)half({i[0]}).bits << 16 | half({i[1]}).bits;"),
+    (r"cvt\.rn\.satfinite\.e4m3x2\.f32", lambda o, i, m: "abort();"),    # of a branch for the GPU, beside one for others
+    (r"fma\.rn\.(bf16|f16)x2", lambda o, i, m:
+        f"{o[0]} = emu::fma2<{'true' if '.bf16' in m else 'false'}>({', '.join(i)});"),
     (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\S+", lambda o, i, m:
         f"{{ float d[4], c[4] = {{{', '.join(i[6:])}}}; emu::MmaRegs r = {{{{{', '.join(i[:4])}}}, "
         f"{{{', '.join(i[4:6])}}}}}; emu::mma<{'true' if '.bf16.' in m else 'false'}>(d, r, c); "

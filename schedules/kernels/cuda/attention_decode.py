@@ -10,26 +10,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, Stage
 from relaxpack.schedules.kernels.cuda.attention_decode_merge import decode_merge_function
 from relaxpack.schedules.kernels.cuda.attention_decode_split import decode_split_function
 from relaxpack.schedules.kernels.cuda.attention_decode_tuning import DecodeTuning, default_tuning
-from relaxpack.schedules.kernels.cuda.fragments import SHORT, check_dtypes, early_launch, finish
+from relaxpack.schedules.kernels.cuda.fragments import check_pages, early_launch, finish, page_name
 
 
 def decode_attention(spec: AttentionSpec, arch: str = "sm_90a", tuning: DecodeTuning | None = None) -> Kernel:
     """q I[t, H*D], layer, pages, page_table i32[t, max_pages], lengths i32[t] → y I[t, H*D]; rows of length 0 give 0."""
-    check_dtypes(spec.activation_dtype, spec.kv_dtype)
-    if spec.activation_dtype != spec.kv_dtype:
-        raise CompileError(f"decode attention: activations {spec.activation_dtype} and pages {spec.kv_dtype} differ; "
-                           "build with one dtype for both")
-    if spec.head_dim % 16 or spec.num_heads % spec.num_kv_heads:
-        raise CompileError(f"decode attention: head_dim {spec.head_dim} must be a multiple of 16 and {spec.num_heads} "
-                           f"heads a multiple of {spec.num_kv_heads} KV heads")
+    check_pages("decode attention", spec)
     tuning = tuning or default_tuning(spec, arch)
     group = spec.num_heads // spec.num_kv_heads
-    name = (f"decode_attention_{SHORT[spec.kv_dtype]}_h{spec.num_heads}x{spec.num_kv_heads}_d{spec.head_dim}"
+    name = (f"decode_attention_{page_name(spec)}_h{spec.num_heads}x{spec.num_kv_heads}_d{spec.head_dim}"
             f"_p{spec.page_size}x{spec.max_pages}" + (f"_w{spec.window}" if spec.window else ""))
     early = early_launch(arch)
     split = Stage(finish(decode_split_function(spec, tuning, early), early), name + "_split",

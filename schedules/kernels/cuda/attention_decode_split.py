@@ -33,7 +33,7 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
     D, H, KV, PS, MP, L = (spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.page_size, spec.max_pages,
                            spec.num_layers)
     G, WARPS, STAGES, BLOCKS = H // KV, tuning.warps, tuning.stages, tuning.blocks
-    act, kv = spec.activation_dtype, spec.kv_dtype
+    act, kv = spec.activation_dtype, spec.page_dtype
     THREADS, KEYS, TILE_KEYS = WARPS * 32, tuning.warp_keys, tuning.keys
     tile = DecodeTile(spec, tuning.key_tiles)
     COLS, NT, KS, ROW_CHUNKS = tile.columns, tile.columns // 8, tile.steps, tile.row_chunks
@@ -42,8 +42,8 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
     SLOT = 2 * KEYS * ROW_CHUNKS * 4                                 # f32 words of a warp's part of a stage
     MS = D + 4 if COLS * (D + 4) <= SLOT else D                      # row stride there when outputs are merged
     first_tile, last_tile = tile_range(spec, TILE_KEYS)
-    copy_rows, reset, attend = tile.copy(), tile.reset(), tile.attend()
-    assert act == kv and COLS * MS <= SLOT
+    copy_rows, reset, attend, arrange = tile.copy(), tile.reset(), tile.attend(), tile.arrange()
+    assert COLS * MS <= SLOT
 
     def tiles(length: Any) -> Any:
         return last_tile(length) - first_tile(length)
@@ -66,7 +66,7 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
         bx = T.cta_id([BLOCKS])
         tx = T.thread_id([THREADS])
         pool = T.SMEMPool()
-        ring = pool.alloc((WARPS, STAGES, 2, KEYS * ROW_CHUNKS, 8), kv, align=128)
+        ring = pool.alloc((WARPS, STAGES, 2, KEYS * ROW_CHUNKS, tile.unit), kv, align=128)
         warp_stats = pool.alloc((2, WARPS, COLS), "float32", align=16)
         pool.move_base_to(0)
         merge = pool.alloc((WARPS, STAGES, SLOT), "float32", align=128)      # the same bytes as the ring
@@ -172,7 +172,8 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
                     for k in T.unroll(KS):
                         for j in T.unroll(2):
                             T.ptx["ld.global.nc.b32"](query[k, n, j], q.ptr_to(
-                                [at[ROW], (at[HEAD] * G + head) * D + k * 16 + j * 8 + lane % 4 * 2]))
+                                [at[ROW], (at[HEAD] * G + head) * D + tile.query_at(2 * k + j, lane)]))
+            arrange(query)
             reset(acc, top, total)
             begin_tile = at[TILE]
 
@@ -196,8 +197,8 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
                         warp_stats[1, warp, n * 8 + lane * 2 + j] = total[n, j]
                 for k in T.unroll(KS):
                     for j in T.unroll(4):
-                        merge[warp, index, (n * 8 + lane % 4 * 2 + j % 2) * MS + k * 16 + lane // 4 + j // 2 * 8] = (
-                            acc[k, n, j])
+                        element = T.meta_var(tile.output_at(2 * k + j // 2, lane // 4))
+                        merge[warp, index, (n * 8 + lane % 4 * 2 + j % 2) * MS + element] = acc[k, n, j]
             T.cuda.cta_sync()
             whole = T.if_then_else(T.And(begin_tile == first_tile(at[LENGTH]), at[TILE] + 1 == at[LAST]), 1, 0)
             slot = 2 * bx + segment

@@ -10,6 +10,7 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.kernel_spec import AttentionSpec
+from relaxpack.schedules.kernels.cuda import pages_fp8
 from relaxpack.schedules.kernels.cuda.attention_decode_tuning import head_columns, row_chunks
 from relaxpack.schedules.kernels.cuda.fragments import (
     COPY16,
@@ -26,15 +27,16 @@ from tvm.script import tirx as T
 
 
 class DecodeTile:
-    """`keys` of a warp's part of a tile. Buffers that the inlines work on: ring (warps, stages, 2, keys * row_chunks, 8)
-    in shared memory; in registers query u32 (steps, columns / 8, 2), acc f32 (steps, columns / 8, 4), and top (in log2
-    units) and total f32 (columns / 8, 2)."""
+    """`keys` of a warp's part of a tile. Buffers that the inlines work on: ring (warps, stages, 2, keys * row_chunks, unit)
+    of the pages' dtype in shared memory; in registers query u32 (steps, columns / 8, 2), acc f32 (steps, columns / 8, 4),
+    and top (in log2 units) and total f32 (columns / 8, 2)."""
 
     def __init__(self, spec: AttentionSpec, key_tiles: int) -> None:
         D, PS = spec.head_dim, spec.page_size
         self.spec, self.key_tiles, self.keys = spec, key_tiles, 16 * key_tiles
-        self.columns, self.row_chunks = head_columns(spec), row_chunks(D)
-        self.steps, self.chunks = D // 16, D // 8
+        self.unit = 16 // spec.kv_item_bytes                         # elements of 16 bytes
+        self.columns, self.row_chunks = head_columns(spec), row_chunks(D, spec.kv_item_bytes)
+        self.steps, self.chunks = D // 16, D // self.unit
         self.passes = self.keys * self.chunks // 32                  # copy instructions of a warp
         assert D % 16 == 0 and self.keys * self.chunks % 32 == 0
         # Page ids can be fetched a tile ahead where every copy instruction of a warp stays within one page.
@@ -56,9 +58,37 @@ class DecodeTile:
         """Whether the window has the key, for a query at length - 1."""
         return T.bool(True) if self.spec.window is None else key >= length - self.spec.window
 
+    # Which elements of head_dim a lane has. Words of e4m3 numbers hold four neighbours, which a step of `mma` takes in an
+    # order of its own: any will do, as long as keys and queries, or values and outputs, have the same.
+
+    def query_at(self, unit: Any, lane: Any) -> Any:
+        """The first of the two elements of a query that register `unit` % 2 of step `unit` // 2 is loaded from."""
+        return unit // 2 * 16 + lane % 4 * 4 + unit % 2 * 2 if self.spec.fp8 else unit * 8 + lane % 4 * 2
+
+    def output_at(self, unit: Any, index: Any) -> Any:
+        """The element of an output in row `index` of the 8 that registers 2 * (`unit` % 2) and the next of step `unit` // 2
+        have."""
+        return unit // 2 * 16 + index * 2 + unit % 2 if self.spec.fp8 else unit * 8 + index
+
+    def arrange(self) -> Any:
+        """Inline: queries as loaded → as `attend` takes them."""
+        fp8, KS, NT = self.spec.fp8, self.steps, self.columns // 8
+
+        @T.inline
+        def arrange(query):
+            if fp8:
+                word: T.uint32
+                for n in T.unroll(NT):
+                    for k in T.unroll(KS):
+                        word = query[k, n, 0]
+                        query[k, n, 0] = (word & T.uint32(0xFFFF)) | (query[k, n, 1] << T.uint32(16))
+                        query[k, n, 1] = (word >> T.uint32(16)) | (query[k, n, 1] & T.uint32(0xFFFF0000))
+
+        return arrange
+
     def copy(self) -> Any:
         """Inline: keys and values from `base` on → stage `into`; those from `limit` on and outside the window are zero."""
-        chunks, passes, size = self.chunks, self.passes, self.spec.page_size
+        chunks, passes, size, unit = self.chunks, self.passes, self.spec.page_size, self.unit
 
         @T.inline
         def copy(ring, warp, into, lane, pages, layer, page, head, base, limit, length):
@@ -70,7 +100,7 @@ class DecodeTile:
                 for j in T.unroll(2):
                     T.ptx[COPY16](ring.ptr_to([warp, into, j, self.chunk(r, c), 0]),
                                   pages.ptr_to([layer, T.Cast("int64", page[self.page_slot(i)]), j,
-                                                T.Cast("int64", head), T.Cast("int64", (base + r) % size), c * 8]),
+                                                T.Cast("int64", head), T.Cast("int64", (base + r) % size), c * unit]),
                                   16, bytes)
 
         return copy
@@ -94,7 +124,39 @@ class DecodeTile:
     def attend(self) -> Any:
         """Inline: the warp's keys of stage `index`, the first of which is key `base`, go into acc, top and total."""
         spec, KS, MT, NT = self.spec, self.steps, self.key_tiles, self.columns // 8
-        MMA, PACK, SCALE = mma(spec.kv_dtype), pack(spec.kv_dtype), spec.scale * LOG2_E
+        act, FP8 = spec.activation_dtype, spec.fp8
+        MMA, PACK, SCALE, widen = mma(act), pack(act), spec.scale * LOG2_E, pages_fp8.widen(act)
+
+        @T.inline
+        def multiply(c, i, n, a, b, j):
+            T.ptx[MMA](c[i, n, 0], c[i, n, 1], c[i, n, 2], c[i, n, 3], a[0], a[1], a[2], a[3], b[j, n, 0], b[j, n, 1],
+                       c[i, n, 0], c[i, n, 1], c[i, n, 2], c[i, n, 3])
+
+        @T.inline
+        def scores_fp8(ring, warp, index, lane, query, score, m, frag, wide):
+            # two blocks of 16 elements, rows g and g + 8 of each
+            for k in T.unroll(KS // 2):
+                T.ptx[LDMATRIX](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
+                    [warp, index, 0, self.chunk(m * 16 + lane % 16, 2 * k + lane // 16), 0]))
+                for j in T.unroll(2):
+                    for i in T.unroll(2):
+                        widen(wide, i, pages_fp8.even(act, frag[2 * j + i]))
+                        widen(wide, 2 + i, pages_fp8.odd(act, frag[2 * j + i]))
+                    for n in T.unroll(NT):
+                        multiply(score, m, n, wide, query, 2 * k + j)
+
+        @T.inline
+        def outputs_fp8(ring, warp, index, lane, prob, acc, m, frag, wide):
+            # two blocks of 16 elements, keys 2t and 2t + 8 on of each; even elements are the upper eight rows
+            for k in T.unroll(KS // 2):
+                T.ptx[LDMATRIX_T](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
+                    [warp, index, 1, self.chunk(m * 16 + lane % 16, 2 * k + lane // 16), 0]))
+                for j in T.unroll(2):
+                    for i in T.unroll(2):
+                        widen(wide, 2 * i, pages_fp8.even(act, frag[2 * j + i]))
+                        widen(wide, 2 * i + 1, pages_fp8.odd(act, frag[2 * j + i]))
+                    for n in T.unroll(NT):
+                        multiply(acc, 2 * k + j, n, wide, prob, m)
 
         @T.inline
         def attend(ring, warp, index, lane, base, length, query, acc, top, total):
@@ -103,11 +165,15 @@ class DecodeTile:
             frag = T.alloc_buffer((4,), "uint32", scope="local")
             factor: T.float32
             peak: T.float32
+            if FP8:
+                wide = T.alloc_buffer((4,), "uint32", scope="local")
             for m in T.unroll(MT):
                 for n in T.unroll(NT):
                     for j in T.unroll(4):
                         score[m, n, j] = T.float32(0)
-                for k in T.unroll(KS):
+                if FP8:
+                    scores_fp8(ring, warp, index, lane, query, score, m, frag, wide)
+                for k in T.unroll(0 if FP8 else KS):
                     T.ptx[LDMATRIX](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
                         [warp, index, 0, self.chunk(m * 16 + lane % 16, 2 * k + lane // 16), 0]))
                     for n in T.unroll(NT):
@@ -142,7 +208,9 @@ class DecodeTile:
                         T.ptx[PACK](prob[m, n, j], score[m, n, 2 * j + 1], score[m, n, 2 * j])
                         T.ptx["movmatrix.sync.aligned.m8n8.trans.b16"](prob[m, n, j], prob[m, n, j])
             for m in T.unroll(MT):
-                for k in T.unroll(KS):
+                if FP8:
+                    outputs_fp8(ring, warp, index, lane, prob, acc, m, frag, wide)
+                for k in T.unroll(0 if FP8 else KS):
                     T.ptx[LDMATRIX_T](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
                         [warp, index, 1, self.chunk(m * 16 + lane % 8 + lane // 16 * 8, 2 * k + lane // 8 % 2), 0]))
                     for n in T.unroll(NT):

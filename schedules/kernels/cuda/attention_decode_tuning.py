@@ -28,13 +28,18 @@ class DecodeTuning:
 
 
 def shared_bytes(spec: AttentionSpec, tuning: DecodeTuning) -> int:
-    return (tuning.stages * 2 * tuning.keys * row_chunks(spec.head_dim) * 16
+    return (tuning.stages * 2 * tuning.keys * row_chunks(spec.head_dim, spec.kv_item_bytes) * 16
             + 2 * tuning.warps * head_columns(spec) * 4)
 
 
-def row_chunks(head_dim: int) -> int:
+def room_for_outputs(spec: AttentionSpec, tuning: DecodeTuning) -> bool:
+    """Whether a warp's part of a stage has room for its outputs, which take its place where a row ends."""
+    return head_columns(spec) * spec.head_dim <= 2 * tuning.warp_keys * row_chunks(spec.head_dim, spec.kv_item_bytes) * 4
+
+
+def row_chunks(head_dim: int, item_bytes: int = 2) -> int:
     """16-byte chunks a row of keys takes in shared memory: exact where XOR can spread them over the banks, else odd."""
-    chunks = head_dim // 8
+    chunks = head_dim * item_bytes // 16
     return chunks if chunks % 8 == 0 else chunks | 1
 
 
@@ -50,10 +55,10 @@ LIMITS = {"sm_80": (163, 164, 108), "sm_86": (99, 100, 84), "sm_89": (99, 100, 1
 def default_tuning(spec: AttentionSpec, arch: str) -> DecodeTuning:
     """Two blocks per multiprocessor (measured best on an H200: docs), 32 keys a warp where rows are short."""
     block_kb, multiprocessor_kb, count = LIMITS[arch]
-    small = spec.head_dim <= 64
-    for warps, stages, key_tiles in ((4, 3 if small else 2, 2 if small else 1), (4, 2, 1), (2, 2, 1)):
+    small = spec.head_dim * spec.kv_item_bytes <= 128
+    for warps, stages, key_tiles in ((4, 3 if small else 2, 2 if small else 1), (4, 2, 1), (2, 2, 1), (4, 2, 4), (2, 2, 4)):
         tuning = DecodeTuning(warps, stages, 0, key_tiles)
         size = shared_bytes(spec, tuning) / 1024
-        if size <= block_kb:
+        if size <= block_kb and room_for_outputs(spec, tuning):
             return replace(tuning, blocks=count * max(1, min(2, int(multiprocessor_kb / (size + 1)))))
     raise CompileError(f"decode attention: head_dim {spec.head_dim} does not fit the shared memory of {arch}")

@@ -10,6 +10,8 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.errors import CompileError
+from relaxpack.kernel_spec import AttentionSpec
+from relaxpack.model_info import FP8
 from tvm.script import tirx as T
 
 SHORT = {"bfloat16": "bf16", "float16": "f16"}
@@ -37,6 +39,23 @@ def check_dtypes(*dtypes: str) -> None:
         if dtype not in SHORT:
             raise CompileError(f"CUDA attention kernels store bfloat16 or float16, not {dtype}: build with "
                                "--dtype bfloat16")
+
+
+def check_pages(what: str, spec: AttentionSpec) -> None:
+    """Refuses what kernels that read pages cannot: their numbers are the activations' or e4m3."""
+    check_dtypes(spec.activation_dtype)
+    if spec.kv_dtype not in (spec.activation_dtype, FP8):
+        raise CompileError(f"{what}: activations {spec.activation_dtype} and pages {spec.kv_dtype} differ; "
+                           "build with one dtype for both or with --kv-dtype fp8")
+    least = 32 if spec.fp8 else 16
+    if spec.head_dim % least or spec.num_heads % spec.num_kv_heads:
+        raise CompileError(f"{what}: head_dim {spec.head_dim} must be a multiple of {least} and {spec.num_heads} "
+                           f"heads a multiple of {spec.num_kv_heads} KV heads")
+
+
+def page_name(spec: AttentionSpec) -> str:
+    """Both dtypes in a kernel's name."""
+    return SHORT[spec.activation_dtype] + ("_e4m3" if spec.fp8 else "")
 
 
 def early_launch(arch: str) -> bool:

@@ -24,6 +24,7 @@ from relaxpack.schedules.kernels.cuda.fragments import (
     pack,
     shuffle_xor,
 )
+from relaxpack.schedules.kernels.cuda.pages_fp8 import pack_e4m3
 from tvm.script import tirx as T
 
 THREADS = 128
@@ -52,13 +53,13 @@ def _function(spec: AttentionSpec, early: bool) -> Any:
     W, HALF, HEADS = V // 2, R // 2, H + 2 * KV
     PAIRS, ROTATED, REST = D // 2 // V, HALF // V, (D - R) // 2
     L, MAX_POSITION, LOG_LANES = spec.num_layers, spec.max_position, LANES.bit_length() - 1
-    act, kv = spec.activation_dtype, spec.kv_dtype
+    act, kv, FP8 = spec.activation_dtype, spec.page_dtype, spec.fp8
     NORM = spec.qk_norm_epsilon is not None
     EPS = float(spec.qk_norm_epsilon or 0.0)
     TABLE = 4 if V % 4 == 0 and HALF % 4 == 0 else 2         # f32 of one load from the table
     LOAD = "ld.global.nc.b32" if W == 1 else f"ld.global.nc.v{W}.b32"
     STORE = "st.global.b32" if W == 1 else f"st.global.v{W}.b32"
-    PACK_Q, PACK_KV = pack(act), pack(kv)
+    PACK_Q, PACK_KV = pack(act), pack(act if FP8 else spec.kv_dtype)
 
     def grid(t: Any) -> Any:
         return T.Cast("int32", T.ceildiv(t * (HEADS * LANES), THREADS))
@@ -71,6 +72,14 @@ def _function(spec: AttentionSpec, early: bool) -> Any:
 
     def store(destination: Any, words: Any, first: int) -> Any:
         return T.ptx[STORE](destination, *[words[first + i] for i in range(W)])
+
+    def store_kv(destination: Any, words: Any, first: int) -> Any:
+        if not FP8:
+            return store(destination, words, first)
+        if W == 1:
+            return T.ptx["st.global.b16"](destination, T.Cast("uint16", words[first]))
+        pairs = [words[first + i] | words[first + i + 1] << T.uint32(16) for i in range(0, W, 2)]
+        return T.ptx["st.global.b32" if W == 2 else "st.global.v2.b32"](destination, *pairs)
 
     @T.inline
     def body(qkv, rope_table, positions, slots, q_norm, k_norm, layer, pages, q, t, bx, tx):
@@ -133,13 +142,16 @@ def _function(spec: AttentionSpec, early: bool) -> Any:
                 store(q.ptr_to([row, head * D + second]), words, W)
             else:
                 for i in T.unroll(2 * W):
-                    T.ptx[PACK_KV](words[i], x[2 * i + 1], x[2 * i])
+                    if FP8:
+                        words[i] = pack_e4m3(x[2 * i + 1], x[2 * i])
+                    else:
+                        T.ptx[PACK_KV](words[i], x[2 * i + 1], x[2 * i])
                 slot = slots[row]
                 kv_head = T.meta_var(T.Cast("int64", (head - H) % KV))
                 is_value = T.meta_var(T.Cast("int64", (head - H) // KV))
                 place = T.Cast("int64", slot // PS)
-                store(pages.ptr_to([layer, place, is_value, kv_head, slot % PS, first]), words, 0)
-                store(pages.ptr_to([layer, place, is_value, kv_head, slot % PS, second]), words, W)
+                store_kv(pages.ptr_to([layer, place, is_value, kv_head, slot % PS, first]), words, 0)
+                store_kv(pages.ptr_to([layer, place, is_value, kv_head, slot % PS, second]), words, W)
 
     if NORM:
         @T.prim_func
@@ -180,9 +192,10 @@ def _function(spec: AttentionSpec, early: bool) -> Any:
 
 def rope_append(spec: AttentionSpec, arch: str = "sm_90a") -> Kernel:
     """qkv I[t, (H+2KV)*D], rope_table, positions, slots, [q_norm, k_norm], layer → pages (in place), q I[t, H*D]."""
-    check_dtypes(spec.activation_dtype, spec.kv_dtype)
+    check_dtypes(spec.activation_dtype, *() if spec.fp8 else (spec.kv_dtype,))
     norms = ("q_norm", "k_norm") if spec.qk_norm_epsilon is not None else ()
-    name = (f"rope_append_{SHORT[spec.activation_dtype]}_{SHORT[spec.kv_dtype]}_h{spec.num_heads}x{spec.num_kv_heads}"
+    stored = "e4m3" if spec.fp8 else SHORT[spec.kv_dtype]
+    name = (f"rope_append_{SHORT[spec.activation_dtype]}_{stored}_h{spec.num_heads}x{spec.num_kv_heads}"
             f"_d{spec.head_dim}r{spec.rotary_dim}_p{spec.page_size}{'_norm' if norms else ''}")
     early = early_launch(arch)
     stage = Stage(finish(_function(spec, early), early, shared=False), name,

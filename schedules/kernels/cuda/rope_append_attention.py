@@ -19,15 +19,16 @@ from relaxpack.schedules.kernels.cuda.fragments import (
     EXP2,
     NEG_BIG,
     RELEASE,
-    SHORT,
     WAIT,
     early_launch,
     finish,
     high,
     low,
     pack,
+    page_name,
     shuffle_xor,
 )
+from relaxpack.schedules.kernels.cuda.pages_fp8 import pack_e4m3
 from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import FusedTuning, fused_tuning, inbox_shape, units
 from tvm.script import tirx as T
 
@@ -42,7 +43,7 @@ def rope_append_attention(spec: AttentionSpec, rows: int, arch: str = "sm_90a",
     if tuning is None:
         return None
     norms = ("q_norm", "k_norm") if spec.qk_norm_epsilon is not None else ()
-    name = (f"rope_append_attention_{SHORT[spec.kv_dtype]}_h{spec.num_heads}x{spec.num_kv_heads}_d{spec.head_dim}"
+    name = (f"rope_append_attention_{page_name(spec)}_h{spec.num_heads}x{spec.num_kv_heads}_d{spec.head_dim}"
             f"r{spec.rotary_dim}_p{spec.page_size}x{spec.max_pages}" + (f"_w{spec.window}" if spec.window else "")
             + f"{'_norm' if norms else ''}_c{tuning.cluster}w{tuning.warps}s{tuning.stages}k{tuning.key_tiles}"
             + (f"r{tuning.reserve}" if tuning.reserve else ""))
@@ -57,14 +58,14 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
     D, R, H, KV, PS, MP, L = (spec.head_dim, spec.rotary_dim, spec.num_heads, spec.num_kv_heads, spec.page_size,
                               spec.max_pages, spec.num_layers)
     G, C, WARPS, STAGES, HEADS = H // KV, tuning.cluster, tuning.warps, tuning.stages, H + 2 * KV
-    act, kv, MAX_POSITION = spec.activation_dtype, spec.kv_dtype, spec.max_position
+    act, kv, FP8, MAX_POSITION = spec.activation_dtype, spec.page_dtype, spec.fp8, spec.max_position
     NORM, EPS = spec.qk_norm_epsilon is not None, float(spec.qk_norm_epsilon or 0.0)
     tile = DecodeTile(spec, tuning.key_tiles)
     KEYS, TILE_KEYS, THREADS, WINDOW = tile.keys, tuning.keys, WARPS * 32, spec.window or 0
     WINDOWED = spec.window is not None
     PAGES, NT, KS, ROW_CHUNKS = tile.pages, tile.columns // 8, tile.steps, tile.row_chunks
     first_tile, last_tile = tile_range(spec, TILE_KEYS)
-    copy_rows, reset, attend = tile.copy(), tile.reset(), tile.attend()
+    copy_rows, reset, attend, arrange = tile.copy(), tile.reset(), tile.attend(), tile.arrange()
     HALF, UNITS, TURN = R // 2, D // 8, R // 16                      # units of 8 of head_dim; i and i + TURN rotate together
     PAIRS, PLAIN, WORDS = R // 4, (D - R) // 2, D // 2               # words of the new key: rotated pairs, others, all
     EP, EL, EV = -(-PAIRS // 32), -(-PLAIN // 32), -(-WORDS // 32)   # of each, a lane's share
@@ -73,8 +74,11 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
     PARTS = 1                                                        # threads that share one
     while PARTS * 2 <= min(32, SOURCES) and ITEMS * PARTS * 2 <= THREADS and SOURCES % (PARTS * 2) == 0:
         PARTS *= 2
-    PACK = pack(kv)
-    assert act == kv and tile.ahead
+    PACK = pack(act)
+    # A word of `fresh` and of the ring is two elements of the new key or value: 32 bits, or 16 of e4m3 numbers.
+    WORD, CHUNK = ("uint16", 8) if FP8 else ("uint32", 4)
+    STORE = "st.global.b16" if FP8 else "st.global.b32"
+    assert tile.ahead
 
     def block_ids(t: Any) -> Any:
         clusters = T.Cast("int32", t * KV)
@@ -102,7 +106,6 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
     def load_queries(query, x, cos, sin, qkv, q_norm, row, kv_head, lane):
         """The rotated queries as the B operand: lane 4g + i has head g, columns 2i and 2i + 1 of every unit."""
         total: T.float32
-        column = T.meta_var(lane % 4 * 2)
         for n in T.unroll(NT):
             head = T.meta_var(n * 8 + lane // 4)
             for u in T.unroll(UNITS):
@@ -110,7 +113,7 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
             if head < G:
                 for u in T.unroll(UNITS):
                     T.ptx["ld.global.b32"](query[u // 2, n, u % 2],
-                                           qkv.ptr_to([row, (kv_head * G + head) * D + u * 8 + column]))
+                                           qkv.ptr_to([row, (kv_head * G + head) * D + tile.query_at(u, lane)]))
         for n in T.unroll(NT):
             total = T.float32(0)
             if NORM:
@@ -130,12 +133,13 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
                     x[3] = high(act, query[pair // 2, n, pair % 2])
                     if NORM:
                         for i in T.unroll(2):
-                            x[i] = x[i] * total * q_norm[u * 8 + column + i]
-                            x[2 + i] = x[2 + i] * total * q_norm[pair * 8 + column + i]
+                            x[i] = x[i] * total * q_norm[tile.query_at(u, lane) + i]
+                            x[2 + i] = x[2 + i] * total * q_norm[tile.query_at(pair, lane) + i]
                     if u < TURN:
                         rotate(x, cos, sin, u * 2)
                         T.ptx[PACK](query[pair // 2, n, pair % 2], x[3], x[2])
                     T.ptx[PACK](query[u // 2, n, u % 2], x[1], x[0])
+        arrange(query)
 
     @T.inline
     def load_new(words, qkv, row, kv_head, lane):
@@ -154,6 +158,23 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
             if lane + 32 * e < WORDS:
                 T.ptx["ld.global.b32"](words[2 * EP + EL + e],
                                        qkv.ptr_to([row, (H + KV + kv_head) * D + (lane + 32 * e) * 2]))
+
+    @T.inline
+    def keep(fresh, which, at, words, w, x, first):
+        """Two new numbers, f32 → `fresh`."""
+        if FP8:
+            fresh[which, at] = T.Cast(WORD, pack_e4m3(x[first + 1], x[first]))
+        else:
+            T.ptx[PACK](words[w], x[first + 1], x[first])
+            fresh[which, at] = words[w]
+
+    @T.inline
+    def keep_plain(fresh, which, at, words, w):
+        """Two new numbers as they came → `fresh`."""
+        if FP8:
+            fresh[which, at] = T.Cast(WORD, pack_e4m3(high(act, words[w]), low(act, words[w])))
+        else:
+            fresh[which, at] = words[w]
 
     @T.inline
     def rotate_new(words, x, cos, sin, fresh, k_norm, lane):
@@ -178,8 +199,7 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
                             x[2 * j + i] = x[2 * j + i] * total * k_norm[j * HALF + (lane + 32 * e) * 2 + i]
                 rotate(x, cos, sin, 2 * e)
                 for j in T.unroll(2):
-                    T.ptx[PACK](words[2 * e + j], x[2 * j + 1], x[2 * j])
-                    fresh[0, lane + 32 * e + j * PAIRS] = words[2 * e + j]
+                    keep(fresh, 0, lane + 32 * e + j * PAIRS, words, 2 * e + j, x, 2 * j)
         for e in T.unroll(EL):
             if lane + 32 * e < PLAIN:
                 if NORM:
@@ -187,11 +207,12 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
                     x[1] = high(act, words[2 * EP + e])
                     for i in T.unroll(2):
                         x[i] = x[i] * total * k_norm[R + (lane + 32 * e) * 2 + i]
-                    T.ptx[PACK](words[2 * EP + e], x[1], x[0])
-                fresh[0, 2 * PAIRS + lane + 32 * e] = words[2 * EP + e]
+                    keep(fresh, 0, 2 * PAIRS + lane + 32 * e, words, 2 * EP + e, x, 0)
+                else:
+                    keep_plain(fresh, 0, 2 * PAIRS + lane + 32 * e, words, 2 * EP + e)
         for e in T.unroll(EV):
             if lane + 32 * e < WORDS:
-                fresh[1, lane + 32 * e] = words[2 * EP + EL + e]
+                keep_plain(fresh, 1, lane + 32 * e, words, 2 * EP + EL + e)
         T.cuda.warp_sync()
 
     @T.inline
@@ -199,7 +220,7 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
         for j in T.unroll(2):
             for e in T.unroll(EV):
                 if lane + 32 * e < WORDS:
-                    T.ptx["st.global.b32"](pages.ptr_to([
+                    T.ptx[STORE](pages.ptr_to([
                         layer, T.Cast("int64", slot // PS), j, T.Cast("int64", kv_head), T.Cast("int64", slot % PS),
                         (lane + 32 * e) * 2]), fresh[j, lane + 32 * e])
 
@@ -273,20 +294,21 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
                     sum[j] = sum[j] + shuffle_xor(sum[j], 1 << k)
                     value[j] = value[j] + shuffle_xor(value[j], 1 << k)
             if T.And(live, tx % PARTS == 0):
+                element = T.meta_var(tile.output_at(member * PER_BLOCK + unit, item % 8))
                 for j in T.unroll(2):
                     if pair * 2 + j < G:
-                        y[row, (kv_head * G + pair * 2 + j) * D + (member * PER_BLOCK + unit) * 8 + item % 8] = T.Cast(
+                        y[row, (kv_head * G + pair * 2 + j) * D + element] = T.Cast(
                             act, T.if_then_else(sum[j] == T.float32(0), T.float32(0), value[j] / sum[j]))
 
     @T.inline
     def body(qkv, rope_table, positions, slots, q_norm, k_norm, layer, pages, page_table, lengths, y, group, member, tx):
         pool = T.SMEMPool()
-        ring = pool.alloc((WARPS, STAGES, 2, KEYS * ROW_CHUNKS, 8), kv, align=128)
+        ring = pool.alloc((WARPS, STAGES, 2, KEYS * ROW_CHUNKS, tile.unit), kv, align=128)
         inbox = pool.alloc(inbox_shape(spec, tuning), "float32", align=16)
         stats = pool.alloc((SOURCES, GP // 2, 4), "float32", align=16)
-        fresh = pool.alloc((2, WORDS), "uint32", align=16)           # the new key and value
+        fresh = pool.alloc((2, WORDS), WORD, align=16)               # the new key and value
         pool.move_base_to(0)
-        ring_words = pool.alloc((WARPS, STAGES, 2, KEYS * ROW_CHUNKS * 4), "uint32", align=128)      # the ring's bytes
+        ring_words = pool.alloc((WARPS, STAGES, 2, KEYS * ROW_CHUNKS * CHUNK), WORD, align=128)      # the ring's bytes
         pool.commit(tuning.shared_bytes(spec))
         lane = T.meta_var(tx % 32)
         warp = T.meta_var(tx // 32)
@@ -335,8 +357,8 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
         slot = slots[row]
         for u in T.unroll(TURN):
             for i in T.unroll(2):
-                cos[2 * u + i] = rope_table[place, u * 8 + lane % 4 * 2 + i]
-                sin[2 * u + i] = rope_table[place, HALF + u * 8 + lane % 4 * 2 + i]
+                cos[2 * u + i] = rope_table[place, tile.query_at(u, lane) + i]
+                sin[2 * u + i] = rope_table[place, HALF + tile.query_at(u, lane) + i]
         if owner == 1:
             for e in T.unroll(EP):
                 for i in T.unroll(2):
@@ -368,8 +390,9 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
                     for j in T.unroll(2):
                         for e in T.unroll(EV):
                             w = T.meta_var(lane + 32 * e)
+                            chunk = T.meta_var(tile.chunk(length - 1 - base, w // CHUNK))
                             if w < WORDS:
-                                ring_words[warp, stage, j, tile.chunk(length - 1 - base, w // 4) * 4 + w % 4] = fresh[j, w]
+                                ring_words[warp, stage, j, chunk * CHUNK + w % CHUNK] = fresh[j, w]
                     T.cuda.warp_sync()
                 attend(ring, warp, stage, lane, base, length, query, acc, top, total)
                 attended = 1

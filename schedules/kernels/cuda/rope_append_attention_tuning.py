@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from relaxpack.kernel_spec import AttentionSpec
+from relaxpack.model_info import FP8
 from relaxpack.schedules.kernels.cuda.attention_decode_tile import DecodeTile
 from relaxpack.schedules.kernels.cuda.attention_decode_tuning import LIMITS, row_chunks
 from relaxpack.schedules.kernels.cuda.fragments import SHORT, early_launch
@@ -29,7 +30,8 @@ class FusedTuning:
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
         sources, count, dims, heads = inbox_shape(spec, self)
-        ring, merged = self.stages * 2 * self.keys * row_chunks(spec.head_dim) * 16, sources * heads * (count * dims + 2) * 4
+        ring = self.stages * 2 * self.keys * row_chunks(spec.head_dim, spec.kv_item_bytes) * 16
+        merged = sources * heads * (count * dims + 2) * 4
         return max(self.reserve, ring + merged + 2 * spec.head_dim * 2)
 
 
@@ -55,9 +57,11 @@ def inbox_shape(spec: AttentionSpec, tuning: FusedTuning) -> tuple[int, int, int
 
 
 def can_fuse(spec: AttentionSpec, arch: str) -> bool:
-    """Whether there is such a kernel: clusters, halves of the rotation a multiple of 8, pages that suit the copies."""
-    return (early_launch(arch) and spec.activation_dtype == spec.kv_dtype and spec.kv_dtype in SHORT
-            and spec.head_dim % 16 == spec.rotary_dim % 16 == 0 and spec.num_heads % spec.num_kv_heads == 0
+    """Whether there is such a kernel: clusters, halves of the rotation a multiple of 8 (16 of e4m3 numbers, of which a lane
+    has four neighbours), pages that suit the copies."""
+    unit = 32 if spec.fp8 else 16
+    return (early_launch(arch) and spec.kv_dtype in (spec.activation_dtype, FP8) and spec.activation_dtype in SHORT
+            and spec.head_dim % unit == spec.rotary_dim % unit == 0 and spec.num_heads % spec.num_kv_heads == 0
             and DecodeTile(spec, 1).ahead)
 
 

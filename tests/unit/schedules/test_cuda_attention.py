@@ -12,6 +12,7 @@ import pytest
 
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import TOP_LOGPROBS, AttentionSpec, Kernel, SamplingSpec
+from relaxpack.model_info import FP8
 from relaxpack.schedules.kernels.cuda import (
     attention_prefill,
     attention_prefill_hopper,
@@ -46,8 +47,9 @@ TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
 
 
 def spec(heads: int = 8, kv_heads: int = 2, head_dim: int = 64, page_size: int = 16, dtype: str = "bfloat16",
-         window: int | None = None, norm: float | None = None, rotary_dim: int | None = None) -> AttentionSpec:
-    return AttentionSpec(2, heads, kv_heads, head_dim, rotary_dim or head_dim, page_size, 64, 64, dtype, dtype,
+         window: int | None = None, norm: float | None = None, rotary_dim: int | None = None,
+         kv: str | None = None) -> AttentionSpec:
+    return AttentionSpec(2, heads, kv_heads, head_dim, rotary_dim or head_dim, page_size, 64, 64, dtype, kv or dtype,
                          head_dim ** -0.5, window, norm)
 
 
@@ -100,10 +102,15 @@ def inputs(case: Case) -> dict[str, Any]:
     (spec(8, 1, 256, 64, window=100), [63, 64, 65, 128, 500], DecodeTuning(4, 2, 4), 8.0),
     (spec(12, 4, 64), [30] * 45, DecodeTuning(4, 3, 11), 1.0),                               # whole rows per block
     (spec(2, 1, 64, 1), [1, 2, 60], DecodeTuning(4, 2, 5), 1.0),                             # one token a page
+    (spec(kv=FP8), [1, 15, 16, 17, 64, 65, 200, 0, 33], DecodeTuning(4, 3, 7, 2), 1.0),
+    (spec(head_dim=128, dtype="float16", kv=FP8), [300, 15], DecodeTuning(4, 2, 3), 30.0),
+    (spec(4, 4, 96, window=40, kv=FP8), [100, 41, 40, 39, 5, 600], DecodeTuning(4, 3, 16), 1.0),
+    (spec(16, 1, 128, 64, kv=FP8), [100, 9, 8, 7, 130], DecodeTuning(2, 2, 5, 2), 1e-2),     # most are subnormal
+    (spec(8, 1, 256, 64, window=100, kv=FP8), [63, 64, 65, 128, 500], DecodeTuning(4, 2, 4), 8.0),
 ])
 def test_decode_attention_equals_float64(s: AttentionSpec, lengths: list[int], tuning: DecodeTuning,
                                          magnitude: float) -> None:
-    assert decode_error(s, lengths, tuning, magnitude) < TOLERANCE[s.kv_dtype]
+    assert decode_error(s, lengths, tuning, magnitude) < TOLERANCE[s.activation_dtype]
 
 
 @pytest.mark.parametrize(("s", "queries", "cached", "tuning", "magnitude"), [
@@ -120,11 +127,12 @@ def test_decode_attention_equals_float64(s: AttentionSpec, lengths: list[int], t
 ])
 def test_prefill_attention_equals_float64(s: AttentionSpec, queries: list[int], cached: list[int], tuning: Any,
                                           magnitude: float) -> None:
-    assert prefill_error(s, queries, cached, tuning, magnitude) < TOLERANCE[s.kv_dtype]
+    assert prefill_error(s, queries, cached, tuning, magnitude) < TOLERANCE[s.activation_dtype]
 
 
 @pytest.mark.parametrize("s", [spec(norm=1e-6, head_dim=128), spec(6, 3, 96, 8, "float16"), spec(4, 1, rotary_dim=32),
-                               spec(4, 1, 80, rotary_dim=20)])
+                               spec(4, 1, 80, rotary_dim=20), spec(kv=FP8), spec(4, 1, 96, 8, kv=FP8, rotary_dim=32),
+                               spec(4, 1, 80, dtype="float16", kv=FP8, norm=1e-6, rotary_dim=20)])
 def test_rope_append_rotates_and_touches_only_its_slots(s: AttentionSpec) -> None:
     t, rng, dim, rot, heads, groups = 19, np.random.default_rng(0), s.head_dim, s.rotary_dim, s.num_heads, s.num_kv_heads
     nan = NAN_BITS[s.kv_dtype]
@@ -133,8 +141,8 @@ def test_rope_append_rotates_and_touches_only_its_slots(s: AttentionSpec) -> Non
     table = np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
     positions = rng.integers(0, s.max_position, t).astype(np.int32)
     slots = rng.permutation(8 * s.page_size)[:t].astype(np.int32)
-    pages = np.full((2, 8, 2, groups, s.page_size, dim), nan, np.uint16)
-    q = np.full((t, heads * dim), nan, np.uint16)
+    pages = np.full((2, 8, 2, groups, s.page_size, dim), nan, np.uint8 if s.fp8 else np.uint16)
+    q = np.full((t, heads * dim), NAN_BITS[s.activation_dtype], np.uint16)
     q_norm, k_norm = rng.standard_normal((2, dim)).astype(np.float32)
     lanes = rope_append.lanes_per_head(dim, rot)
     emulate(rope_append.rope_append(s), [(-(-t * (heads + 2 * groups) * lanes // rope_append.THREADS),)],
@@ -150,13 +158,37 @@ def test_rope_append_rotates_and_touches_only_its_slots(s: AttentionSpec) -> Non
     cos, sin, a, b = row[..., :rot // 2], row[..., rot // 2:], x[..., :rot // 2], x[..., rot // 2:rot]
     turned = np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., rot:]], -1)
     written = from_bits(pages[1, slots // s.page_size, :, :, slots % s.page_size], s.kv_dtype)
-    limit = TOLERANCE[s.kv_dtype]
+    limit = TOLERANCE[s.activation_dtype]
     assert relative_error(from_bits(q, s.activation_dtype).reshape(t, heads, dim), turned[:, :heads]) < limit
-    assert relative_error(written[:, 0], turned[:, heads:heads + groups]) < limit
-    np.testing.assert_array_equal(written[:, 1], values)
+    keys = turned[:, heads:heads + groups]
+    assert relative_error(written[:, 0], from_bits(to_bits(keys, FP8), FP8) if s.fp8 else keys) < limit
+    np.testing.assert_array_equal(written[:, 1], from_bits(to_bits(values, s.kv_dtype), s.kv_dtype))
     untouched = np.ones((8, s.page_size), bool)
     untouched[slots // s.page_size, slots % s.page_size] = False
     assert (pages[1].transpose(0, 3, 1, 2, 4)[untouched] == nan).all() and (pages[0] == nan).all()
+
+
+def test_e4m3_pages_hold_rounded_and_saturated_numbers() -> None:
+    """Every bfloat16 pattern as a value: ties go to even, what is beyond 448 (infinities too) becomes 448, a NaN stays
+    0x7F; bytes 0x00 to 0x7E and their negatives come back as what they are."""
+    s = spec(1, 1, 64, kv=FP8)
+    patterns = np.arange(65536, dtype=np.uint16)
+    t, positions = 1024, np.zeros(1024, np.int32)
+    qkv = np.zeros((t, 3, 64), np.uint16)
+    qkv[:, 2] = patterns.reshape(t, 64)
+    pages = np.full((2, 64, 2, 1, 16, 64), 0x55, np.uint8)
+    emulate(rope_append.rope_append(s), [(-(-t * 3 * rope_append.lanes_per_head(64, 64) // rope_append.THREADS),)],
+            [rope_append.THREADS],
+            {"qkv": qkv.reshape(t, -1), "rope_table": np.zeros((s.max_position, 64), np.float32), "positions": positions,
+             "slots": np.arange(t, dtype=np.int32), "pages": pages, "q": np.empty((t, 64), np.uint16)},
+            {"t": t, "p": 64, "layer": 1})
+    stored = pages[1, :, 1].reshape(-1)
+    with np.errstate(invalid="ignore"):                  # signalling NaNs
+        values = from_bits(patterns, "bfloat16")
+    finite = np.isfinite(values)
+    np.testing.assert_array_equal(stored[finite], to_bits(values[finite], FP8))
+    np.testing.assert_array_equal(stored[np.isinf(values)], np.where(values[np.isinf(values)] > 0, 0x7E, 0xFE))
+    assert (stored[np.isnan(values)] == 0x7F).all()
 
 
 OFF = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0, "typical": 1.0}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from relaxpack.kernel_spec import AttentionSpec, Kernel
+from relaxpack.model_info import FP8
 from relaxpack.schedules.kernels.cuda import rope_append
 from relaxpack.schedules.kernels.cuda.attention_decode_tuning import LIMITS
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
@@ -27,8 +28,9 @@ TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
 
 
 def spec(heads: int = 8, kv_heads: int = 2, head_dim: int = 64, page_size: int = 16, dtype: str = "bfloat16",
-         window: int | None = None, norm: float | None = None, rotary_dim: int | None = None) -> AttentionSpec:
-    return AttentionSpec(2, heads, kv_heads, head_dim, rotary_dim or head_dim, page_size, 64, 1024, dtype, dtype,
+         window: int | None = None, norm: float | None = None, rotary_dim: int | None = None,
+         kv: str | None = None) -> AttentionSpec:
+    return AttentionSpec(2, heads, kv_heads, head_dim, rotary_dim or head_dim, page_size, 64, 1024, dtype, kv or dtype,
                          head_dim ** -0.5, window, norm)
 
 
@@ -112,12 +114,16 @@ EDGES = [1, 15, 16, 17, 64, 65, 200, 33]
     (spec(7, 1, 64, 16, norm=1e-5), [31, 200], FusedTuning(16, 1, 2), 30.0),                    # seven heads, 16 blocks
     (spec(2, 2, 64, 16, rotary_dim=16), [70, 3], FusedTuning(1, 2, 2, 2), 1e-3),                # alone, 32 keys a warp
     (spec(6, 2, 80, 16, rotary_dim=80), [90, 16], FusedTuning(8, 2, 4), 1.0),
+    (spec(kv=FP8), EDGES, FusedTuning(4, 2, 2, 1, 60000), 1.0),
+    (spec(8, 2, 128, 64, "float16", norm=1e-6, rotary_dim=32, kv=FP8), [63, 64, 65], FusedTuning(2, 2, 2, 2), 1.0),
+    (spec(4, 4, 96, window=40, kv=FP8), [100, 41, 40, 39, 5, 600], FusedTuning(8, 2, 2), 1.0),
+    (spec(16, 1, 64, 16, norm=1e-5, kv=FP8), [31, 200], FusedTuning(16, 1, 2), 30.0),
 ])
 def test_equals_float64_and_appends_what_rope_append_does(s: AttentionSpec, lengths: list[int], tuning: FusedTuning,
                                                           magnitude: float) -> None:
     step = make_step(s, lengths, magnitude)
     y, pages = run_fused(s, step, tuning)
-    assert relative_error(from_bits(y, s.activation_dtype), reference(step.case)) < TOLERANCE[s.kv_dtype]
+    assert relative_error(from_bits(y, s.activation_dtype), reference(step.case)) < TOLERANCE[s.activation_dtype]
     np.testing.assert_array_equal(pages, run_rope_append(s, step))
 
 
@@ -162,6 +168,8 @@ def test_numbers_that_are_not_finite_stay_visible() -> None:
 
 
 KERNELS: dict[str, tuple[AttentionSpec, FusedTuning]] = {
+    "8b_fp8": (spec(32, 8, 128, kv=FP8), FusedTuning(2, 4, 3, 2)),
+    "1b_fp8": (spec(32, 8, 64, kv=FP8), FusedTuning(8, 4, 3, 2)),
     "8b": (spec(32, 8, 128), FusedTuning(8, 4, 2)), "1b": (spec(32, 8, 64), FusedTuning(8, 4, 3)),
     "norm": (spec(32, 8, 128, norm=1e-6), FusedTuning(4, 4, 2)), "7b": (spec(28, 4, 128), FusedTuning(16, 4, 2)),
     "d256": (spec(8, 4, 256, 64, window=512), FusedTuning(8, 4, 2)), "g16": (spec(16, 1, 128), FusedTuning(8, 4, 2))}
@@ -192,7 +200,7 @@ def test_what_no_such_kernel_serves() -> None:
     for arch in ("sm_80", "sm_86", "sm_89"):
         assert rope_append_attention(s, 1, arch) is None
     for other in (spec(32, 8, 128, page_size=1), spec(32, 8, 80, rotary_dim=24), spec(32, 8, dtype="float32"),
-                  spec(7, 2, 128)):
+                  spec(7, 2, 128), spec(32, 8, 64, rotary_dim=48, kv=FP8), spec(32, 8, kv="float16")):
         assert rope_append_attention(other, 1, "sm_90a") is None
 
 
