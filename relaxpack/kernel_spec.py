@@ -160,6 +160,18 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class FusedAttentionSpec:
+    """rope_append_attention of a decode step of exactly `rows` rows."""
+
+    attention: AttentionSpec
+    rows: int
+
+    @property
+    def max_rows(self) -> int:
+        return self.rows
+
+
+@dataclass(frozen=True)
 class SamplingSpec:
     """One token per row, on the device. Per row `settings` holds SAMPLING_SETTINGS and `counters` SAMPLING_COUNTERS, each
     padded to 8 columns. temperature 0 is greedy (the lowest id of equal logits); top_k 0, top_p 1, min_p 0, typical_p 1,

@@ -18,7 +18,7 @@ _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
 _library: ctypes.CDLL | None = None
 
 
-def _cudart() -> ctypes.CDLL:
+def cudart() -> ctypes.CDLL:
     global _library
     if _library is None:
         names = ["libcudart.so.13"]
@@ -36,20 +36,20 @@ def _cudart() -> ctypes.CDLL:
     return _library
 
 
-def _check(code: int, what: str) -> None:
+def check(code: int, what: str) -> None:
     if code:
-        text = _cudart().cudaGetErrorString(code).decode()
+        text = cudart().cudaGetErrorString(code).decode()
         raise EnvironmentProblem(f"CUDA: {what} failed: {text}")
 
 
 def synchronize() -> None:
-    _check(_cudart().cudaDeviceSynchronize(), "waiting for the device")
+    check(cudart().cudaDeviceSynchronize(), "waiting for the device")
 
 
 def free_and_total() -> tuple[int, int]:
     """Bytes free and in all on the current device, as the driver reports them."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    _check(_cudart().cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)), "asking for free memory")
+    check(cudart().cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)), "asking for free memory")
     return free.value, total.value
 
 
@@ -59,19 +59,19 @@ class PinnedArray:
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         self.bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         pointer = ctypes.c_void_p()
-        _check(_cudart().cudaMallocHost(ctypes.byref(pointer), ctypes.c_size_t(self.bytes)), "page-locking memory")
+        check(cudart().cudaMallocHost(ctypes.byref(pointer), ctypes.c_size_t(self.bytes)), "page-locking memory")
         self.pointer = int(pointer.value or 0)
         raw = (ctypes.c_uint8 * self.bytes).from_address(self.pointer)
         self.array: np.ndarray = np.frombuffer(raw, np.uint8).view(dtype).reshape(shape)
 
     def close(self) -> None:
         if self.pointer:
-            _cudart().cudaFreeHost(ctypes.c_void_p(self.pointer))
+            cudart().cudaFreeHost(ctypes.c_void_p(self.pointer))
             self.pointer = 0
 
 
 def _copy(destination: int, source: int, size: int, kind: int, what: str) -> None:
-    _check(_cudart().cudaMemcpyAsync(ctypes.c_void_p(destination), ctypes.c_void_p(source), ctypes.c_size_t(size),
+    check(cudart().cudaMemcpyAsync(ctypes.c_void_p(destination), ctypes.c_void_p(source), ctypes.c_size_t(size),
                                      kind, ctypes.c_void_p(0)), what)
 
 
@@ -93,14 +93,14 @@ def copy_tensor(destination: Any, source: Any, size: int) -> None:
 def copy_within(tensor: Any, source: int, destination: int, size: int, stride: int, count: int) -> None:
     """Copy `count` rows of `size` bytes from byte offset `source` to `destination` of one tensor, `stride` apart."""
     base = tensor.data_ptr()
-    _check(_cudart().cudaMemcpy2DAsync(
+    check(cudart().cudaMemcpy2DAsync(
         ctypes.c_void_p(base + destination), ctypes.c_size_t(stride), ctypes.c_void_p(base + source),
         ctypes.c_size_t(stride), ctypes.c_size_t(size), ctypes.c_size_t(count), _ON_DEVICE, ctypes.c_void_p(0)),
         "copying pages")
 
 
 def fill_zero(tensor: Any, size: int) -> None:
-    _check(_cudart().cudaMemsetAsync(ctypes.c_void_p(tensor.data_ptr()), 0, ctypes.c_size_t(size), ctypes.c_void_p(0)),
+    check(cudart().cudaMemsetAsync(ctypes.c_void_p(tensor.data_ptr()), 0, ctypes.c_size_t(size), ctypes.c_void_p(0)),
            "clearing memory")
 
 
@@ -110,19 +110,19 @@ class Span:
     def __init__(self) -> None:
         self._marks = (ctypes.c_void_p(), ctypes.c_void_p())
         for mark in self._marks:
-            _check(_cudart().cudaEventCreate(ctypes.byref(mark)), "creating an event")
+            check(cudart().cudaEventCreate(ctypes.byref(mark)), "creating an event")
 
     def begin(self) -> None:
-        _check(_cudart().cudaEventRecord(self._marks[0], ctypes.c_void_p(0)), "recording an event")
+        check(cudart().cudaEventRecord(self._marks[0], ctypes.c_void_p(0)), "recording an event")
 
     def end(self) -> None:
-        _check(_cudart().cudaEventRecord(self._marks[1], ctypes.c_void_p(0)), "recording an event")
+        check(cudart().cudaEventRecord(self._marks[1], ctypes.c_void_p(0)), "recording an event")
 
     def seconds(self) -> float:
         """Waits for the end."""
-        _check(_cudart().cudaEventSynchronize(self._marks[1]), "waiting for an event")
+        check(cudart().cudaEventSynchronize(self._marks[1]), "waiting for an event")
         milliseconds = ctypes.c_float()
-        _check(_cudart().cudaEventElapsedTime(ctypes.byref(milliseconds), *self._marks), "reading the device's clock")
+        check(cudart().cudaEventElapsedTime(ctypes.byref(milliseconds), *self._marks), "reading the device's clock")
         return milliseconds.value / 1e3
 
 
@@ -132,11 +132,11 @@ class Event:
     def __init__(self) -> None:
         handle = ctypes.c_void_p()
         # 2: no timing, which makes waiting cheaper
-        _check(_cudart().cudaEventCreateWithFlags(ctypes.byref(handle), 2), "creating an event")
+        check(cudart().cudaEventCreateWithFlags(ctypes.byref(handle), 2), "creating an event")
         self._handle = handle
 
     def record(self) -> None:
-        _check(_cudart().cudaEventRecord(self._handle, ctypes.c_void_p(0)), "recording an event")
+        check(cudart().cudaEventRecord(self._handle, ctypes.c_void_p(0)), "recording an event")
 
     def wait(self) -> None:
-        _check(_cudart().cudaEventSynchronize(self._handle), "waiting for an event")
+        check(cudart().cudaEventSynchronize(self._handle), "waiting for an event")

@@ -122,20 +122,29 @@ def _measurer(spec: TargetSpec, tracker: str | None, key: str | None) -> Measure
 
         return RemoteMeasurer(spec, tracker, key)
     if spec.kind == "cuda":
-        from relaxpack.dist.host import cuda_driver
+        return _gpu_measurer(spec)
+    from relaxpack.target import host_cpu_features
 
-        driver = cuda_driver()
-        here = "" if driver.gpus else f", and this machine has none ({driver.problem or 'the driver shows none'})"
-        raise EnvironmentProblem(f"tuning for {spec.name} times kernels on that GPU{here}: build the candidates with "
-                                 "`python -m benchmarks.gpu.tune prepare FOLDER` and time them there with its `run` "
-                                 "(docs/tuning.md); --dry-run lists the tasks")
-    else:
-        from relaxpack.target import host_cpu_features
-
-        if missing := sorted(set(spec.features) - set(host_cpu_features())):
-            raise EnvironmentProblem(f"tuning for {spec.name} times kernels here, and this CPU has no "
-                                     f"{', '.join(missing)}; name machines that have it with --tracker and --key")
+    if missing := sorted(set(spec.features) - set(host_cpu_features())):
+        raise EnvironmentProblem(f"tuning for {spec.name} times kernels here, and this CPU has no "
+                                 f"{', '.join(missing)}; name machines that have it with --tracker and --key")
     return LocalMeasurer(spec)
+
+
+def _gpu_measurer(spec: TargetSpec) -> Measurer:
+    """Only where the GPU is: its facts are part of a record's key."""
+    from relaxpack.fingerprint import target_fingerprint
+
+    try:
+        target_fingerprint(spec)
+    except EnvironmentProblem as error:
+        raise EnvironmentProblem(f"tuning for {spec.name} times kernels on that GPU: {error}; on a machine with one and a "
+                                 "compiler run this command there, else build the candidates with `python -m "
+                                 "benchmarks.gpu.tune prepare FOLDER` and time them there with its `run` (docs/tuning.md); "
+                                 "--dry-run lists the tasks") from None
+    from relaxpack.tuning.cuda_measure import CudaMeasurer
+
+    return CudaMeasurer(spec)
 
 
 def _beside(location: str) -> Path:

@@ -146,27 +146,27 @@ def _norm(spec: NormSpec, rows: int, seed: int) -> Case:
 # ---- attention ----
 
 @dataclass
-class _Pages:
+class Pages:
     pages: np.ndarray
     table: np.ndarray
 
 
-def _random_pages(spec: AttentionSpec, lengths: list[int], rng: np.random.Generator) -> _Pages:
+def random_pages(spec: AttentionSpec, lengths: list[int], rng: np.random.Generator, dtype: Any = None) -> Pages:
     """Pages in a shuffled order; what no sequence owns is NaN, so that reading it shows."""
     counts = [-(-n // spec.page_size) for n in lengths]
     order = rng.permutation(sum(counts)) + 1
     table = np.zeros((len(lengths), spec.max_pages), np.int32)
     pages = rng.standard_normal((spec.num_layers, sum(counts) + 1, 2, spec.num_kv_heads, spec.page_size, spec.head_dim),
-                                dtype=np.float32).astype(spec.kv_dtype)
+                                dtype=np.float32).astype(dtype or spec.kv_dtype)
     pages[:, 0] = np.nan
     for s, count in enumerate(counts):
         table[s, :count] = order[sum(counts[:s]):sum(counts[:s + 1])]
         if lengths[s] % spec.page_size:
             pages[:, table[s, count - 1], :, :, lengths[s] % spec.page_size:] = np.nan
-    return _Pages(pages, table)
+    return Pages(pages, table)
 
 
-def _attend(spec: AttentionSpec, q: np.ndarray, held: _Pages, sequence: int, layer: int, position: int) -> np.ndarray:
+def attend(spec: AttentionSpec, q: np.ndarray, held: Pages, sequence: int, layer: int, position: int) -> np.ndarray:
     """One query at `position`."""
     first = 0 if spec.window is None else max(0, position - spec.window + 1)
     at = np.arange(first, position + 1)
@@ -184,10 +184,10 @@ def _decode_attention(spec: AttentionSpec, rows: int, seed: int) -> Case:
     longest = min(spec.max_pages * spec.page_size, 300)
     lengths = [int(n) for n in rng.integers(1, longest + 1, rows)]
     lengths[0] = longest
-    held = _random_pages(spec, lengths, rng)
+    held = random_pages(spec, lengths, rng)
     q = rng.standard_normal((rows, spec.num_heads * spec.head_dim)).astype(np.float32)
     layer = spec.num_layers - 1
-    expected = np.stack([_attend(spec, q[s], held, s, layer, n - 1) for s, n in enumerate(lengths)])
+    expected = np.stack([attend(spec, q[s], held, s, layer, n - 1) for s, n in enumerate(lengths)])
     arguments = [q, held.pages, held.table, np.array(lengths, np.int32), layer, np.full(q.shape, np.nan, np.float32)]
     return Case([arguments], (5,), [expected], [1e-5 * np.abs(expected) + 3e-6])
 
@@ -198,22 +198,27 @@ def _prefill_attention(spec: AttentionSpec, rows: int, seed: int) -> Case:
     second = rows // 3
     steps = [(rows - second, 0), *([(second, 37)] if second else [])]
     lengths = [new + cached for new, cached in steps]
-    held = _random_pages(spec, lengths, rng)
+    held = random_pages(spec, lengths, rng)
     starts = np.cumsum([0] + [new for new, _ in steps]).astype(np.int32)
     q = rng.standard_normal((rows, spec.num_heads * spec.head_dim)).astype(np.float32)
     layer = spec.num_layers - 1
-    expected = np.stack([_attend(spec, q[starts[s] + i], held, s, layer, cached + i)
+    expected = np.stack([attend(spec, q[starts[s] + i], held, s, layer, cached + i)
                          for s, (new, cached) in enumerate(steps) for i in range(new)])
     arguments = [q, held.pages, held.table, starts, np.array(lengths, np.int32), layer,
                  np.full(q.shape, np.nan, np.float32)]
     return Case([arguments], (6,), [expected], [1e-5 * np.abs(expected) + 3e-6])
 
 
+def rope_table(spec: AttentionSpec, rng: np.random.Generator) -> np.ndarray:
+    """Any angles, as cosines and sines."""
+    angle = rng.uniform(0, 6, (spec.max_position, spec.rotary_dim // 2))
+    return np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
+
+
 def _rope_append(spec: AttentionSpec, rows: int, seed: int) -> Case:
     rng = np.random.default_rng(seed)
     heads, kv_heads, dim, half = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rotary_dim // 2
-    angle = rng.uniform(0, 6, (spec.max_position, half))
-    table = np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
+    table = rope_table(spec, rng)
     qkv = rng.standard_normal((rows, (heads + 2 * kv_heads) * dim)).astype(np.float32)
     positions = rng.integers(0, spec.max_position, rows).astype(np.int32)
     count = 1 + -(-rows // spec.page_size)
@@ -256,7 +261,7 @@ def _attention_sets(family: str, spec: AttentionSpec, rows: int, seed: int, rota
     caches = []
     for context in contexts * max(1, -(-rotate // size)):
         lengths = [context] * rows if decode else [rows]
-        held = _random_pages(spec, lengths, rng)
+        held = random_pages(spec, lengths, rng)
         middle: list[Any] = [held.table] if decode else [held.table, np.array([0, rows], np.int32)]
         caches.append([q, held.pages, *middle, np.array(lengths, np.int32)])
     return Case([[*cache, layer, y] for layer in range(spec.num_layers) for cache in caches], (len(caches[0]) + 1,))

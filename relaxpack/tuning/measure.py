@@ -5,6 +5,7 @@ running; `remote.RemoteMeasurer` runs on machines behind an RPC tracker.
 from __future__ import annotations
 
 import itertools
+import queue
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -37,14 +38,18 @@ class Measurer(Protocol):
 
 
 class Builder:
-    """The building half, shared by all measurers."""
+    """The building half, shared by all measurers. `parallel` processes of it may build at once; further calls wait."""
 
-    parallel = 1
+    jobs = _JOBS
 
-    def __init__(self, target: TargetSpec, build_seconds: float = BUILD_SECONDS) -> None:
-        self.target = target
+    def __init__(self, target: TargetSpec, build_seconds: float = BUILD_SECONDS, parallel: int = 1) -> None:
+        self.target, self.parallel = target, parallel
         self._folder = Path(tempfile.mkdtemp(prefix="relaxpack-tune-"))
-        self._worker, self._seconds, self._numbers = Worker(), build_seconds, itertools.count()
+        self._seconds, self._numbers = build_seconds, itertools.count()
+        self._builders = [Worker() for _ in range(parallel)]
+        self._free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self._builders:
+            self._free.put(worker)
 
     def __enter__(self) -> Self:
         return self
@@ -55,14 +60,20 @@ class Builder:
     def build(self, workload: Workload, choice: Mapping[str, Any]) -> str:
         # A name of its own for every library: a loader answers a known path with what it has loaded from there.
         path = self._folder / f"candidate{next(self._numbers)}.so"
-        self._worker.call(_JOBS + "compile_candidate", workload, dict(choice), self.target, str(path), timeout=self._seconds)
+        worker = self._free.get()
+        try:
+            worker.call(self.jobs + "compile_candidate", workload, dict(choice), self.target, str(path),
+                        timeout=self._seconds)
+        finally:
+            self._free.put(worker)
         return str(path)
 
     def discard(self, library: str) -> None:
         Path(library).unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._worker.close()
+        for worker in self._builders:
+            worker.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

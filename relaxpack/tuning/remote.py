@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import queue
 import socket
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -37,9 +36,9 @@ class RemoteMeasurer(Builder):
         if target.kind != "cpu":
             raise UsageError(f"--tracker with target {target.name}: kernels for GPUs are tuned on the machine that has one")
         self._where, self._run_seconds, self._wait = (host, int(port), key), run_seconds, wait_seconds
-        self.parallel = _machines(host, int(port), key)
+        machines = _machines(host, int(port), key)
         super().__init__(target, build_seconds)
-        self._building = threading.Lock()
+        self.parallel = machines         # candidates under way; they are built one after the other
         self._clients: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._all = [Worker() for _ in range(self.parallel)]
         for worker in self._all:
@@ -49,10 +48,6 @@ class RemoteMeasurer(Builder):
         except BaseException:
             self.close()
             raise
-
-    def build(self, workload: Workload, choice: Mapping[str, Any]) -> str:
-        with self._building:
-            return super().build(workload, choice)
 
     def check(self, library: str, workload: Workload, bucket: int, seed: int) -> tuple[float, str]:
         worst, where = self._call("check", self._run_seconds, library, workload, bucket, seed)

@@ -213,17 +213,17 @@ class TuningSession:
 
     def _measure(self, task: Task, choice: Mapping[str, Any]) -> tuple[float, Check]:
         """Build, check, time: microseconds of a call, from clean rounds where there were any."""
-        library = self.measurer.build(task.workload, choice)
+        library = self.measurer.build(task.work, choice)
         try:
             checked = self._check(task, library)
-            rounds, = self.measurer.time([library], task.workload, task.bucket or 1, SEED, self.limits.trial_rounds,
+            rounds, = self.measurer.time([library], task.work, task.bucket or 1, SEED, self.limits.trial_rounds,
                                          self.limits.trial_seconds)
         finally:
             self.measurer.discard(library)
         return quick_time(rounds), checked
 
     def _check(self, task: Task, library: str) -> Check:
-        worst, where = self.measurer.check(library, task.workload, task.bucket or 1, SEED)
+        worst, where = self.measurer.check(library, task.work, task.bucket or 1, SEED)
         if not worst <= 1.0:
             raise CandidateFailed(f"wrong numbers: {worst:.3g} times the allowed error ({where})")
         return Check(SEED, worst, 1.0)
@@ -237,14 +237,14 @@ class TuningSession:
         try:
             checks = []
             for choice in choices:
-                libraries.append(self.measurer.build(task.workload, choice))
+                libraries.append(self.measurer.build(task.work, choice))
                 checks.append(self._check(task, libraries[-1]))
-            rounds = self.measurer.time(libraries, task.workload, task.bucket or 1, SEED, DUEL_ROUNDS,
+            rounds = self.measurer.time(libraries, task.work, task.bucket or 1, SEED, DUEL_ROUNDS,
                                         self.limits.duel_seconds)
         finally:
             for library in libraries:
                 self.measurer.discard(library)
-        winner, verdict = decide(rounds, choices[0] == choices[1])
+        winner, verdict = decide(rounds, choices[0] == choices[1], task.least_gain)
         kept = rounds[winner].kept()
         if min(verdict.pairs, len(kept)) < MIN_PAIRS:
             outcome.state = "busy"
@@ -270,7 +270,7 @@ class TuningSession:
                 checked: Check, rounds: Rounds, outcome: Outcome) -> TuningRecord:
         conditions = {"repeats": len(times_us), "rotated_bytes": rounds.rotated_bytes,
                       "disturbed_rounds": len(rounds.times_us) - len(times_us), **self.measurer.conditions(),
-                      **machine_conditions()}
+                      **machine_conditions(), **({"norm": "inside, as in a build"} if task.asked is not None else {})}
         created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         origin = Origin(created, platform.node(), f"relaxpack {__version__}", outcome.trials)
         return TuningRecord(task.workload, task.bucket, self.target, self.compiler, choice,
@@ -290,12 +290,12 @@ def module_json(module: Any) -> str:
     return str(tvm.ir.save_json(module))
 
 
-def decide(rounds: Sequence[Rounds], same: bool = False) -> tuple[int, Verdict]:
+def decide(rounds: Sequence[Rounds], same: bool = False, least_gain: float = 0.0) -> tuple[int, Verdict]:
     """Which one is used: 0, the incumbent, unless one from 2 on beats it by the rule of noise. Where nothing was tried,
     it is compared with itself.
 
     `same`: 0 and 1 are the same kernel. By how much these two differ is what this machine mistakes for a difference just
-    now; a gain must be twice that."""
+    now; a gain must be twice that, and at least `least_gain`."""
     old = rounds[0]
     twin = compare_rounds(rounds[1].times_us, rounds[1].clean, old.times_us, old.clean)
     mistaken = abs(1 - twin.ratio) if same and twin.pairs >= MIN_PAIRS else 0.0
@@ -305,6 +305,8 @@ def decide(rounds: Sequence[Rounds], same: bool = False) -> tuple[int, Verdict]:
         if verdict.wins and 1 - verdict.ratio <= 2 * mistaken:
             why = f"faster by {1 - verdict.ratio:.1%}, but the same kernel measured twice differs by {mistaken:.1%}"
             verdicts[index] = replace(verdict, wins=False, why=why)
+        elif verdict.wins and 1 - verdict.ratio < least_gain:
+            verdicts[index] = replace(verdict, wins=False, why=f"faster by {1 - verdict.ratio:.1%}, {least_gain:.0%} needed")
     winners = [index for index, verdict in verdicts.items() if verdict.wins]
     if winners:
         best = min(winners, key=lambda index: verdicts[index].ratio)

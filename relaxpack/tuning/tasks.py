@@ -29,9 +29,13 @@ from relaxpack.target_plan import plan_targets
 from relaxpack.tuning.candidates import families_for, family_for
 from relaxpack.tuning.cases import CONTEXTS
 from relaxpack.tuning.rest import static_workload
+from relaxpack.tuning.specs import as_asked
 from relaxpack.tuning_record import Workload
 
 DEFAULTS = BuildOptions()
+# What a kernel with a norm inside must gain: here it follows itself, and its rule was chosen in chains of whole layers
+# (docs/kernels_cuda.md).
+FOLDED_GAIN = 0.03
 _NUMBER = "relaxpack.workload"   # attribute of a function: its place among those that may be tuned
 
 
@@ -59,10 +63,17 @@ class Task:
     part: Part | None              # None: a PrimFunc that is tuned by TVM's MetaSchedule
     shape: str
     calls: dict[str, int] = field(default_factory=dict)    # step → calls in it
+    asked: Workload | None = None  # what is measured, where the build has more in this kernel than the record says
+    least_gain: float = 0.0        # what counts as one, besides the rule of noise
 
     @property
     def name(self) -> str:
         return f"{self.kernel}@{self.bucket}" if self.bucket is not None else self.kernel
+
+    @property
+    def work(self) -> Workload:
+        """What is built, checked and timed."""
+        return self.asked or self.workload
 
 
 def asked(provider: KernelProvider) -> list[tuple[str, Any, Kernel]]:
@@ -105,8 +116,10 @@ def extract_tasks(model: str | Path, target: TargetSpec, options: BuildOptions =
                              f"--{'max-batch' if step.function == 'decode' else 'prefill-chunk'}")
     machine = machine or machine_for(target.kind, target.arch, target.features)
     families = families_for(target)
-    questions = {stage.name: (operation, spec, stage is kernel.stages[0]) for operation, spec, kernel in asked(provider)
-                 for stage in kernel.stages}
+    questions: dict[str, list[tuple[str, Any, bool]]] = {}
+    for operation, spec, kernel in asked(provider):
+        for stage in kernel.stages:
+            questions.setdefault(stage.name, []).append((operation, spec, stage is kernel.stages[0]))
     functions = {gv.name_hint: rest[int(func.attrs[_NUMBER])] for gv, func in module.functions_items()
                  if _NUMBER in (func.attrs or {})}
     tasks = _tasks(step_table(module), steps, functions, questions, families, machine,
@@ -140,11 +153,15 @@ def _remembering(rule: Callable[[Any], Any | None], found: list[Workload]) -> Ca
     return noting
 
 
+def _of_rows(spec: Any, rows: int) -> bool:
+    return getattr(spec, "max_rows", None) in (None, rows)
+
+
 def _tasks(table: Mapping[str, Sequence[Mapping[str, Any]]], steps: Sequence[Step], functions: Mapping[str, Workload],
-           questions: Mapping[str, tuple[str, Any, bool]], families: Mapping[str, KernelFamily], machine: Machine,
+           questions: Mapping[str, Sequence[tuple[str, Any, bool]]], families: Mapping[str, KernelFamily], machine: Machine,
            vnni: bool) -> list[Task]:
-    """`functions`: PrimFuncs of TVM's by name; `questions`: what the provider was asked, by kernel, and whether that is the
-    first of several that answer it. Their costs add up."""
+    """`functions`: PrimFuncs of TVM's by name; `questions`: what the provider was asked, by kernel (on a GPU one
+    may answer for several numbers of rows), and whether that is the first of several that answer it. Their costs add up."""
     tasks: dict[tuple[str, int | None], Task] = {}
     context = round(fmean(CONTEXTS))
     for step in steps:
@@ -162,7 +179,8 @@ def _tasks(table: Mapping[str, Sequence[Mapping[str, Any]]], steps: Sequence[Ste
                 task.calls[step.name] = task.calls.get(step.name, 0) + 1
             if cost.kernel not in questions:
                 continue
-            operation, spec, first = questions[cost.kernel]
+            operation, spec, first = next((one for one in questions[cost.kernel] if _of_rows(one[1], step.rows)),
+                                          questions[cost.kernel][0])
             rows = call["rows"] if isinstance(call["rows"], int) and first else 1 if call["rows"] == "r" else step.rows
             rows = getattr(spec, "max_rows", None) or rows
             family = family_for(families, operation, spec)
@@ -172,6 +190,8 @@ def _tasks(table: Mapping[str, Sequence[Mapping[str, Any]]], steps: Sequence[Ste
             task = tasks.setdefault((family.workload(spec).hash, rows), Task(
                 cost.kernel, family.workload(spec, cost.kernel), rows, 0.0, roofline_us(cost, family.name, machine, vnni),
                 part, cost.shape))
+            if task.asked is None and (asked := as_asked(family.name, spec)) is not None:
+                task.asked, task.least_gain, task.part = asked, FOLDED_GAIN, part
             task.weight += cost.seconds / total / len(steps)
             task.calls[step.name] = task.calls.get(step.name, 0) + first
     return list(tasks.values())

@@ -67,6 +67,11 @@ def linear_space(spec: LinearSpec, convert: bool = False) -> Space:
     """Everything that fits `spec.max_rows` rows of this matrix, the rule's own choice as the default."""
     assert spec.max_rows is not None
     n, k, rows = spec.out_features, spec.in_features, spec.max_rows
+    if spec.norm_epsilon is not None or spec.prepares_norm:      # a record of another kernel would bring the norm's own back
+        plain = linear_space(spec.without_norm(), convert)
+        assert isinstance(plain, ListedSpace)
+        return ListedSpace(tuple(one for one in plain.choices if one.get("family", "").startswith(linear.NORM_FAMILIES)),
+                           plain.default)
     found: list[Choice] = []
     if spec.weight.quantized:
         found += _quantized(spec)

@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from relaxpack.kernel_spec import AttentionSpec, Kernel, NormSpec
+from relaxpack.errors import TuningError
+from relaxpack.kernel_spec import AttentionSpec, FusedAttentionSpec, Kernel, NormSpec
 from relaxpack.schedules.kernels.cuda import attention_decode_tuning as decode_tuning
 from relaxpack.schedules.kernels.cuda import attention_prefill, attention_prefill_hopper, norm
+from relaxpack.schedules.kernels.cuda import rope_append_attention_tuning as fused_tuning
 from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
 from relaxpack.schedules.kernels.cuda.fragments import early_launch
+from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
 from relaxpack.target import TargetSpec
 
 from .cuda_linear_spaces import linear_family
@@ -27,7 +30,7 @@ _EPSILON = 1e-5                                 # a constant in the code
 
 def families(target: TargetSpec) -> dict[str, KernelFamily]:
     made = (linear_family(target.arch), _norm(target.arch), _decode_attention(target.arch),
-            _prefill_attention(target.arch))
+            _prefill_attention(target.arch), _fused_attention(target.arch))
     return {family.name: family for family in made}
 
 
@@ -97,3 +100,37 @@ def _prefill_attention(arch: str) -> KernelFamily:
         return attention_prefill.prefill_attention(spec, arch, known_parameters(given, default_of(spec)))
 
     return KernelFamily("cuda.prefill_attention", _canonical, parts, make)
+
+
+def _fused_attention(arch: str) -> KernelFamily:
+    """RoPE, append and attention of exactly so many rows, where the rule has them in one kernel."""
+    def parts(spec: FusedAttentionSpec) -> Sequence[Part]:
+        default = fused_tuning.fused_tuning(spec.attention, spec.rows, arch)
+        if default is None:
+            return ()
+        values: dict[str, tuple[Any, ...]] = {
+            "cluster": tuple(c for c in (1, 2, 4, 8, 16) if c <= fused_tuning.LARGEST_CLUSTER.get(arch, 8)),
+            "warps": (2, 4, 8), "stages": (2, 3, 4, 5), "key_tiles": (1, 2),
+            "reserve": tuple(sorted({0, default.reserve, *(fused_tuning.reserve(arch, blocks) for blocks in (1, 2))}))}
+        limit = decode_tuning.LIMITS[arch][0] * 1024
+
+        def fits(given: Parameters) -> bool:
+            tuning = replace(default, **{**given, "reserve": 0})
+            least = tuning.shared_bytes(spec.attention)
+            blocks = spec.rows * spec.attention.num_kv_heads * given["cluster"]
+            return (least <= limit and (not given["reserve"] or least <= given["reserve"])
+                    and blocks <= 4 * decode_tuning.LIMITS[arch][2])
+
+        chosen = {name: value for name, value in asdict(default).items() if name in values}
+        return (Part(spec.rows, spec.rows, SearchSpace(values, chosen, fits)),)
+
+    def make(spec: FusedAttentionSpec, given: Mapping[str, Any]) -> Kernel:
+        default = fused_tuning.fused_tuning(spec.attention, spec.rows, arch)
+        if default is None:
+            raise TuningError(f"RoPE, append and attention of {spec.rows} rows are kernels of their own on {arch}")
+        kernel = rope_append_attention(spec.attention, spec.rows, arch, known_parameters(given, default))
+        assert kernel is not None
+        return kernel
+
+    return KernelFamily("cuda.rope_append_attention", lambda spec: replace(spec, attention=_canonical(spec.attention)),
+                        parts, make)

@@ -73,7 +73,7 @@ def test_against_float64(handle: CublasLt, rng: np.random.Generator, dtype: str,
 
 
 def test_a_captured_call_gives_the_same_bits(handle: CublasLt, rng: np.random.Generator) -> None:
-    cudart = cuda_memory._cudart()
+    cudart = cuda_memory.cudart()
     x, w = (rng.standard_normal(shape).astype(_DTYPES["bfloat16"]) for shape in ((4, 2048), (4096, 2048)))
     on_x, on_w, eager, captured = map(OnDevice, (x, w, *[np.full((4, 4096), np.nan, _DTYPES["bfloat16"])] * 2))
     product = Product(4, 4096, 2048, "bfloat16", "bfloat16")
@@ -81,7 +81,7 @@ def test_a_captured_call_gives_the_same_bits(handle: CublasLt, rng: np.random.Ge
     handle.matmul(on_x.address, on_w.address, None, captured.address, product, 0)
     poisoned = OnDevice(np.full((4, 4096), np.nan, _DTYPES["bfloat16"]))
     stream, graph, launch = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    check: Any = cuda_memory._check
+    check: Any = cuda_memory.check
     check(cudart.cudaStreamCreate(ctypes.byref(stream)), "a stream")
     check(cudart.cudaStreamBeginCapture(stream, 0), "capturing")        # global: any forbidden call ends it
     handle.matmul(on_x.address, on_w.address, None, poisoned.address, product, stream.value or 0)

@@ -45,6 +45,7 @@ QUANTIZED_FAMILIES: dict[str, Callable[..., Any]] = {
     "gemm_rows_quant": gemm_rows_quant, "gemm_rows_bulk": gemm_rows_bulk, "gemm_few_quant": gemm_few_quant,
     "gemm_mixed": gemm_mixed}
 Plan = tuple[str, dict[str, int]]
+NORM_FAMILIES = ("gemm_rows",)       # families that can have a norm inside
 KNOW_NORMS = ("gemm_rows_co", "gemm_rows_quant_", "gemm_rows_bulk_")    # how the names of stages with a RowsEpilogue begin
 
 

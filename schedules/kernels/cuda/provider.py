@@ -14,6 +14,7 @@ from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import (
     AttentionSpec,
     EmbeddingSpec,
+    FusedAttentionSpec,
     Kernel,
     LinearSpec,
     NormSpec,
@@ -94,10 +95,14 @@ class CudaKernels:
                             lambda: self._found("prefill_attention", spec) or prefill_attention(spec, self.arch))
 
     def rope_append_attention(self, spec: AttentionSpec, rows: int) -> Kernel | None:
-        key = ("rope_append_attention", rows, spec)
-        if key not in self._kernels and (kernel := rope_append_attention(spec, rows, self.arch)) is not None:
+        asked = FusedAttentionSpec(spec, rows)
+        key = ("rope_append_attention", asked)
+        if key not in self._kernels:
+            kernel = self._found("rope_append_attention", asked) or rope_append_attention(spec, rows, self.arch)
+            if kernel is None:
+                return None
             self._kernels[key] = kernel
-        return self._kernels.get(key)
+        return self._kernels[key]
 
     def sample(self, spec: SamplingSpec) -> Kernel:
         return self._cached(("sample", spec), lambda: sample(spec, self.arch))
@@ -117,7 +122,7 @@ class CudaKernels:
         """The questions so far: operation, spec and answer."""
         return [(key[0], key[-1], kernel) for key, kernel in self._kernels.items() if isinstance(key, tuple)]
 
-    def _found(self, operation: str, spec: LinearSpec | NormSpec | AttentionSpec) -> Kernel | None:
+    def _found(self, operation: str, spec: LinearSpec | NormSpec | AttentionSpec | FusedAttentionSpec) -> Kernel | None:
         """The kernel of a tuning record. One of a library keeps its source, by which a bundle says what it needs."""
         if self._tuned is None:
             return None
