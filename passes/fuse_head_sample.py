@@ -1,12 +1,13 @@
 """FuseHeadSample (on request): the LM head and the sampling of its logits become one `relaxpack.head_sample`, in whose
 kernel the blocks of the head also do the first stage of sampling.
 
-Matches `sample(linear(x, w), settings, counters, counts)`, where the linear layer may have a norm inside (FuseNormLinear),
-if the provider has a kernel for these rows: in functions of a bucket, so it runs right before LowerKernels. Declines
-where tokens may be masked, and where the settings are computed in the step. The logits stay a result: others read them.
+Matches `sample(linear(x, w), settings, counters, counts, drawn)`, where the linear layer may have a norm inside
+(FuseNormLinear), if the provider has a kernel for these rows: in functions of a bucket, so it runs right before
+LowerKernels. Declines where tokens may be masked, and where the settings are computed in the step. The logits stay a
+result: others read them.
 
-Operands of `head_sample`: those of the linear layer, then settings, counters, counts, and what the kernel keeps between
-runs. Result: logits, token ids, log-probabilities.
+Operands of `head_sample`: those of the linear layer, then settings, counters, counts, drawn, and what the kernel keeps
+between runs. Result: logits and what was drawn.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Rewriter(FunctionRewriter):
         if name in (LINEAR, f"{LINEAR}+{NORM}"):
             return self._head(call, name)
         if name == SAMPLE and (fused := self.fused.get(operands_of(call)[0])) is not None:
-            return relax.Tuple([self.emit(relax.TupleGetItem(fused, i)) for i in (1, 2)])
+            return relax.TupleGetItem(fused, 1)
         return None
 
     def _head(self, call: Any, name: str) -> Any | None:
@@ -50,7 +51,7 @@ class _Rewriter(FunctionRewriter):
         if len(draws) != 1:
             return None
         _, *settings = operands_of(draws[0])
-        if len(settings) != 3 or any(var in self.definitions for var in settings):
+        if len(settings) != 4 or any(var in self.definitions for var in settings):
             return None
         operands = operands_of(call)
         read = read_linear(call, operands, phase_of(self.function, operands[0]))
@@ -59,9 +60,8 @@ class _Rewriter(FunctionRewriter):
             return None
         kept = [self.parameter(f"head_sample.{buffer}", relax.TensorType(list(shape), dtype), Filled(shape, 0))
                 for buffer, (shape, dtype) in kernel.persistent.items()]
-        token_ids, logprobs = draws[0].ty.fields
         fused = self.emit(placeholder(HEAD_SAMPLE + name.removeprefix(LINEAR),
-                                      [*map(self.new, [*operands, *settings]), *kept], [call.ty, token_ids, logprobs]))
+                                      [*map(self.new, [*operands, *settings]), *kept], [call.ty, draws[0].ty]))
         self.fused[logits] = fused
         return relax.TupleGetItem(fused, 0)
 

@@ -144,11 +144,10 @@ class _Rewriter(FunctionRewriter):
                           {"operation": "attention", "window": spec.window, **facts})
 
     def _sample(self, call: Any, operands: list[Any]) -> Any:
-        names = ("logits", "settings", "counters", "counts", "allowed")
+        names = ("logits", "settings", "counters", "counts", "drawn", "allowed")
         buffers = dict(zip(names, operands, strict=False))      # `allowed` only where rows may be constrained
-        token_ids, logprobs = call.ty.fields
         kernel = self.provider.sample(SamplingSpec(int(operands[0].ty.shape[1]), "allowed" in buffers))
-        return self._call(kernel, buffers, {"token_ids": token_ids, "logprobs": logprobs}, {"operation": "sample"})
+        return self._call(kernel, buffers, {"drawn": call.ty}, {"operation": "sample"})
 
     def _top_logprobs(self, call: Any, operands: list[Any]) -> Any:
         ids, logprobs = call.ty.fields
@@ -157,7 +156,7 @@ class _Rewriter(FunctionRewriter):
         return self._call(kernel, buffers, {"top_ids": ids, "top_logprobs": logprobs}, {"operation": "top_logprobs"})
 
     def _head_sample(self, call: Any, operands: list[Any]) -> Any:
-        logits, token_ids, logprobs = call.ty.fields
+        logits, drawn = call.ty.fields
         linear, given = split_operands(operands)
         read = read_linear(call, linear, phase_of(self.function_name, linear[0]), logits)
         spec = read.spec
@@ -165,9 +164,9 @@ class _Rewriter(FunctionRewriter):
         assert kernel is not None, "FuseHeadSample asks the same"
         weight = self._weight_buffers(spec.weight, spec.out_features, spec.in_features, False, read.weight)
         buffers = {**read.named, **weight,
-                   **dict(zip(("settings", "counters", "counts", *kernel.persistent), given, strict=True))}
+                   **dict(zip(("settings", "counters", "counts", "drawn", *kernel.persistent), given, strict=True))}
         facts = {"operation": "linear", "n": spec.out_features, "k": spec.in_features, "format": spec.weight.name}
-        return self._call(kernel, buffers, {"y": logits, "token_ids": token_ids, "logprobs": logprobs}, facts)
+        return self._call(kernel, buffers, {"y": logits, "drawn": drawn}, facts)
 
     # -- plumbing -------------------------------------------------------------------------------------------------
 
@@ -184,7 +183,7 @@ class _Rewriter(FunctionRewriter):
         """Emit the stages of a kernel; the result is the output, or a tuple of the outputs in their order. `facts` say
         what is computed, for the step table."""
         buffers = dict(buffers)
-        rows = next(iter(outputs.values())).shape[0]
+        rows = (buffers["logits"].ty if "logits" in buffers else next(iter(outputs.values()))).shape[0]
         sequences = buffers["lengths"].ty.shape[0] if "lengths" in buffers else rows
         symbols = {"t": rows, "b": sequences}
         types = dict(outputs)

@@ -37,10 +37,10 @@ def export_model(config: ModelConfig, limits: BuildLimits, dtype: str, kv_dtype:
                  device_sampling: bool = False, generate: bool = True, embed: bool = False) -> tvm.IRModule:
     """The module of float weights: parameters after `num_input` are named as in the checkpoint and have `dtype`.
 
-    `generate`: `prefill` and `decode`. With `device_sampling` `decode` also samples (its result is logits, token ids,
-    log-probabilities) and may take the tokens of the last step from the device, and `sample` does the same for given
-    logits: those of a prefill, or of a decode whose rows have masks of allowed tokens; `top_logprobs` finds the likeliest
-    tokens of given logits. `embed`: the function of that name, a prefill that ends at the last hidden states.
+    `generate`: `prefill` and `decode`. With `device_sampling` `decode` also samples (its result is logits and what was
+    drawn) and may take the tokens of the last step from the device, and `sample` does the same for given logits: those of
+    a prefill, or of a decode whose rows have masks of allowed tokens; `top_logprobs` finds the likeliest tokens of given
+    logits. `embed`: the function of that name, a prefill that ends at the last hidden states.
     """
     assert generate or embed, "a module of no functions"
     builder = relax.BlockBuilder()
@@ -105,15 +105,14 @@ class _Exporter:
         pages = self._pages()
         decoder = Decoder(self.config, self.dtype)
         if self.device_sampling:
-            source, previous = _tensor("token_source", "int32", t), _tensor("previous", "int32", self.limits.max_batch)
-            sampling = self._sampling_inputs(t)
-            inputs += [source, *sampling[:2], previous, sampling[2]]
+            source, sampling = _tensor("token_source", "int32", t), self._sampling_inputs(t)
+            inputs += [source, *sampling]
 
         def body(graph: ops.Graph) -> ops.Expr:
-            ids = graph.next_token_ids(token_ids, source, previous) if self.device_sampling else token_ids
+            ids = graph.next_token_ids(token_ids, source, sampling[-1]) if self.device_sampling else token_ids
             integers = [self._rope_table(graph), positions, slots, page_table, lengths]
             logits = decoder(graph, StepInputs(ids, pages, integers, DECODE_ATTENTION, None))
-            return relax.Tuple([logits, *graph.sample(logits, *sampling)]) if self.device_sampling else logits
+            return relax.Tuple([logits, graph.sample(logits, *sampling)]) if self.device_sampling else logits
 
         self._function("decode", [*inputs, pages], {"t": self.limits.max_batch}, decoder, body)
 
@@ -123,7 +122,7 @@ class _Exporter:
         logits = _tensor("logits", "float32", t, self.config.vocab_size)
         sampling = [*self._sampling_inputs(t), _tensor("allowed", "int32", masks, words)]
         self._function("sample", [logits, *sampling], {"t": self.limits.max_batch}, Decoder(self.config, self.dtype),
-                       lambda graph: relax.Tuple([*graph.sample(logits, *sampling)]), {READS_RESULTS: True})
+                       lambda graph: graph.sample(logits, *sampling), {READS_RESULTS: True})
 
     def _top_logprobs(self) -> None:
         t = tvm.tirx.Var("t", "int64")
@@ -134,7 +133,8 @@ class _Exporter:
     def _sampling_inputs(self, t: object) -> list[relax.Var]:
         counts_rows = tvm.tirx.Var("c", "int64")
         return [_tensor("settings", "float32", t, 8), _tensor("counters", "int32", t, 8),
-                _tensor("counts", "int32", counts_rows, counts_width(self.config.vocab_size))]
+                _tensor("counts", "int32", counts_rows, counts_width(self.config.vocab_size)),
+                _tensor("drawn", "int32", self.limits.max_batch, 2)]
 
     def _rope_table(self, graph: ops.Graph) -> ops.Expr:
         frequencies, factor = inv_freq(self.config.rope, self.limits.max_context)

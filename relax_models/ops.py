@@ -58,21 +58,18 @@ class Graph:
         out = relax.TensorType([qkv.ty.shape[0], width], qkv.ty.dtype)
         return self(relax.call_dps_packed(name, [*operands, *static], out))
 
-    def next_token_ids(self, token_ids: Expr, source: Expr, previous: Expr) -> Expr:
-        """Row by row the token the host gives, or the one the last step sampled into row `source` of `previous`."""
+    def next_token_ids(self, token_ids: Expr, source: Expr, drawn: Expr) -> Expr:
+        """Row by row the token the host gives, or the one that an earlier step put into row `source` of `drawn`."""
         def next_token_ids(given: Any, row: Any, sampled: Any) -> Any:
             return te.compute(given.shape, lambda i: tirx.if_then_else(
-                row[i] >= 0, sampled[tirx.max(row[i], 0)], given[i]), name="next_token_ids")
+                row[i] >= 0, sampled[tirx.max(row[i], 0), 0], given[i]), name="next_token_ids")
 
-        return self.builder.emit_te(next_token_ids, token_ids, source, previous)
+        return self.builder.emit_te(next_token_ids, token_ids, source, drawn)
 
-    def sample(self, logits: Expr, *settings: Expr) -> tuple[Expr, Expr]:
-        """logits f32[t, V] → token ids i32[t], log-probabilities f32[t]. `settings` are settings, counters, counts (which
-        are changed in place) and, where rows may be constrained, the masks of allowed tokens."""
-        rows = logits.ty.shape[0]
-        both = self(relax.call_dps_packed(SAMPLE, [logits, *settings], [
-            relax.TensorType([rows], "int32"), relax.TensorType([rows], "float32")]))
-        return self(relax.TupleGetItem(both, 0)), self(relax.TupleGetItem(both, 1))
+    def sample(self, logits: Expr, settings: Expr, counters: Expr, counts: Expr, drawn: Expr, *allowed: Expr) -> Expr:
+        """logits f32[t, V] → `drawn` i32[t or more, 2]: token ids and the bits of their log-probabilities. It and counts
+        are changed in place. `allowed`, where rows may be constrained: the masks of allowed tokens."""
+        return self(relax.call_dps_packed(SAMPLE, [logits, settings, counters, counts, drawn, *allowed], drawn.ty))
 
     def top_logprobs(self, logits: Expr, counters: Expr) -> Expr:
         """logits f32[t, V], counters i32[t, 8] → the likeliest tokens i32[t, TOP_LOGPROBS] and their log-probabilities."""

@@ -25,9 +25,9 @@ Buffer names and types by operation (I = activation dtype of the spec, inputs fi
                        → y I[t, H*D]
     sample       logits f32[b, V], settings f32[b, 8], counters i32[b, 8], counts i32[c, V + 512],
                  [allowed i32[m, V/32]]
-                 → (in place) counts, token_ids i32[b], logprobs f32[b]; columns of settings and counters: SamplingSpec
+                 → (in place) counts, drawn i32[b or more, 2]; columns of settings and counters: SamplingSpec
     head_sample  the inputs of linear, then those of sample but logits; what the kernel keeps (`Kernel.persistent`)
-                 → (in place) what is kept, counts; y f32[b, V], token_ids i32[b], logprobs f32[b]
+                 → (in place) what is kept, counts, drawn; y f32[b, V]
     top_logprobs logits f32[b, V], counters i32[b, 8] → top_ids i32[b, 20], top_logprobs f32[b, 20]: of each row as many of
                  the likeliest tokens as its counter `tops` says, likeliest first, the lower id of equal ones
 
@@ -188,7 +188,7 @@ class SamplingSpec:
 
     The draw depends on (seed_low, seed_high, position, logits of the row) alone. A row with NaN or +inf, or with nothing
     but -inf, gives token -1, one in which no token is allowed -2, both with logprob NaN. logprobs are those of the raw
-    logits, before any setting."""
+    logits, before any setting. A row of `drawn` is the token and the bits of its float32 logprob."""
 
     vocab_size: int
     constrained: bool = False

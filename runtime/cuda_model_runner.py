@@ -64,7 +64,8 @@ class SampledTokens:
         """(token ids, log-probabilities); -1 where a row had no finite logits, -2 where nothing was allowed. Call it before
         the step after next."""
         self._staging.done.wait()
-        return self._staging.token_ids.array[:self._rows].tolist(), self._staging.logprobs.array[:self._rows].tolist()
+        drawn = self._staging.drawn.array[:self._rows]
+        return drawn[:, 0].tolist(), drawn[:, 1].copy().view(np.float32).tolist()
 
     def tops(self) -> tuple[list[list[int]], list[list[float]]]:
         """The likeliest tokens of each row and their log-probabilities, where they were asked for. As `result`."""
@@ -77,8 +78,7 @@ class _Staging:
 
     def __init__(self, inputs: int, rows: int) -> None:
         self.inputs = cuda_memory.PinnedArray((inputs,), np.int32)
-        self.token_ids = cuda_memory.PinnedArray((rows,), np.int32)
-        self.logprobs = cuda_memory.PinnedArray((rows,), np.float32)
+        self.drawn = cuda_memory.PinnedArray((rows, 2), np.int32)
         self.top_ids = cuda_memory.PinnedArray((rows, TOP_LOGPROBS), np.int32)
         self.top_logprobs = cuda_memory.PinnedArray((rows, TOP_LOGPROBS), np.float32)
         self.uploaded, self.done = cuda_memory.Event(), cuda_memory.Event()
@@ -114,7 +114,7 @@ class CudaModelRunner:
         self.num_pages = choose_num_pages(info, free, num_pages, DEVICE_SHARE)
         layers, *rest = page_shape(info)
         self._pages = self._zeros((layers, self.num_pages, *rest), info.kv_dtype)
-        self._previous = self._zeros((self.max_batch,), "int32")          # tokens of the last decode step
+        self._drawn = self._zeros((self.max_batch, 2), "int32")           # by the last step that sampled
         self._counts = self._zeros(counts_shape, "int32")
         self._count_writes = [(cuda_memory.PinnedArray((counts_shape[1],), np.int32), cuda_memory.Event())
                               for _ in range(_COUNT_WRITES if self.generates else 0)]
@@ -131,7 +131,7 @@ class CudaModelRunner:
         self._counters: Any = None      # of the step that is sampled last
         pages = self.num_pages * page_bytes(info)
         # In the order of their taking: what is small shares granules with what was small before.
-        own = [4 * self.max_batch, count_bytes, 4 * widest, library_bytes]
+        own = [8 * self.max_batch, count_bytes, 4 * widest, library_bytes]
         self.plan = DevicePlan(
             granted(weight_sizes), granted([pages]), granted(memory.get("arena_storages", [arena] if arena else [])),
             granted(own), int(memory.get("eager_bytes", 0)), self.num_pages, (self.num_pages - 1) * info.page_size, total)
@@ -166,16 +166,14 @@ class CudaModelRunner:
     def forward_and_sample(self, plan: StepPlan, fill_sampling: FillSampling,
                            token_source: np.ndarray | None = None, tops: bool = False) -> SampledTokens:
         """Run a step and draw a token for each logit row on the device. `fill_sampling` writes the rows' settings.
-        `token_source` (decode only): rows >= 0 take their input from that row of the last decode step. `tops`: find the
-        likeliest tokens of each row as well."""
+        `token_source` (decode only): rows >= 0 take their input from that row of the last step that sampled. `tops`: find
+        the likeliest tokens of each row as well."""
         self._copy_pages(plan.copies)
         rows = step_inputs.count_logit_rows(plan.sequences)
         if step_inputs.is_decode(plan.sequences):
-            logits, token_ids, logprobs = self.decode(plan.sequences, fill_sampling, token_source)
-            cuda_memory.copy_tensor(self._previous, token_ids, rows * 4)
-        else:
-            return self.sample(self.prefill(plan.sequences), rows, fill_sampling, tops)
-        return self._download(token_ids, logprobs, rows, logits if tops else None)
+            logits, _ = self.decode(plan.sequences, fill_sampling, token_source)
+            return self._download(rows, logits if tops else None)
+        return self.sample(self.prefill(plan.sequences), rows, fill_sampling, tops)
 
     def sample(self, logits: Any, rows: int, fill_sampling: FillSampling, tops: bool = False) -> SampledTokens:
         """Draw a token for each of the first rows of what `start` gave."""
@@ -186,9 +184,9 @@ class CudaModelRunner:
         if logits.shape[0] != rows:
             logits = view(logits, (rows, self.vocab_size), "float32", 0)
         self._counters = views["counters"]
-        token_ids, logprobs = self._library.call("sample", [
-            logits, views["settings"], views["counters"], self._counts, views["allowed"]])
-        return self._download(token_ids, logprobs, rows, logits if tops else None)
+        self._library.call("sample", [
+            logits, views["settings"], views["counters"], self._counts, self._drawn, views["allowed"]])
+        return self._download(rows, logits if tops else None)
 
     def write_counts(self, row: int, first: int, count: int, fill: Callable[[np.ndarray], None]) -> None:
         """Start writing `count` words, which `fill` makes, of a row of counts (see `SamplingSpec`), from `first` on."""
@@ -199,11 +197,10 @@ class CudaModelRunner:
         cuda_memory.upload(self._counts, pinned, count * 4, (row * counts_width(self.vocab_size) + first) * 4)
         written.record()
 
-    def _download(self, token_ids: Any, logprobs: Any, rows: int, logits: Any | None) -> SampledTokens:
+    def _download(self, rows: int, logits: Any | None) -> SampledTokens:
         """`logits`: whose likeliest tokens are wanted too."""
         staging = self._ring[(self._step - 1) % _RING]
-        cuda_memory.download(staging.token_ids, token_ids, rows * 4)
-        cuda_memory.download(staging.logprobs, logprobs, rows * 4)
+        cuda_memory.download(staging.drawn, self._drawn, rows * 8)
         if logits is not None:
             top_ids, top_logprobs = self._library.call("top_logprobs", [logits, self._counters])
             cuda_memory.download(staging.top_ids, top_ids, rows * TOP_LOGPROBS * 4)
@@ -243,7 +240,7 @@ class CudaModelRunner:
 
     def decode(self, sequences: Sequence[SequenceStep], fill_sampling: FillSampling | None = None,
                token_source: np.ndarray | None = None) -> Any:
-        """Start a decode step; (logits f32[bucket, V], token ids i32[bucket], log-probabilities f32[bucket])."""
+        """Start a decode step; (logits f32[bucket, V], what it drew i32[max_batch, 2])."""
         size, name = self._bucket("decode", len(sequences))
         layout = step_inputs.decode_layout(size, self.info, True)
         arrays = self._stage(layout)
@@ -256,7 +253,7 @@ class CudaModelRunner:
         self._counters = views["counters"]
         return self._library.call(name, [
             *(views[n] for n in ("token_ids", "positions", "slots", "lengths", "page_table", "token_source",
-                                 "settings", "counters")), self._previous, self._counts, self._pages])
+                                 "settings", "counters")), self._counts, self._drawn, self._pages])
 
     def prefill(self, sequences: Sequence[SequenceStep]) -> Any:
         """Start a prefill; logits f32[rows, V] (at least one row)."""

@@ -166,8 +166,7 @@ def sampling_buffers(vocab: int, rows: list[dict[str, Any]], logits: torch.Tenso
     counts[3, vocab:vocab + 2] = 7, counters[[row.get("counts_row") == 3 for row in rows], 3].sum()     # row 3 is stale
     counts[3, 7] += 1
     buffers = {"logits": logits, "settings": torch.tensor(settings, device=dev.DEVICE),
-               "counts": torch.tensor(counts, device=dev.DEVICE), "token_ids": dev.poisoned([b], "int32"),
-               "logprobs": dev.poisoned([b], "float32")}
+               "counts": torch.tensor(counts, device=dev.DEVICE), "drawn": dev.poisoned([b, 2], "int32")}
     if constrained:
         counters[1::2, 5] = rng.permutation(b // 2)
         bits = rng.integers(-2**31, 2**31, (b // 2, -(-vocab // 32))).astype(np.int32)
@@ -196,7 +195,8 @@ def check_sampling(lib: dev.Library) -> None:
             before = buffers["counts"].cpu().numpy().copy()
             launch = lib.prepare(name, buffers)
             launch()
-            tokens, logprobs = buffers["token_ids"].cpu().numpy(), buffers["logprobs"].cpu().numpy()
+            drawn = buffers["drawn"].cpu().numpy()
+            tokens, logprobs = drawn[:, 0], drawn[:, 1].copy().view(np.float32)
             after = buffers["counts"].cpu().numpy()
             settings, counters = buffers["settings"].cpu().numpy(), buffers["counters"].cpu().numpy()
             host = logits.cpu().numpy()
@@ -221,7 +221,7 @@ def check_sampling(lib: dev.Library) -> None:
             for _ in range(20):
                 buffers["counts"].copy_(torch.tensor(before))
                 launch()
-                require(bool((buffers["token_ids"].cpu().numpy() == first).all()), f"{name}: repeats differ")
+                require(bool((buffers["drawn"][:, 0].cpu().numpy() == first).all()), f"{name}: repeats differ")
         record("numerics", name, f"{total} rows", near_ties=int(mistakes))
     check_distribution(lib)
     check_top(lib)
@@ -269,7 +269,7 @@ def check_distribution(lib: dev.Library) -> None:
         for step in range(10):
             buffers["counters"][:, 3] = step
             launch()
-            hits += np.bincount(buffers["token_ids"].cpu().numpy(), minlength=128256)
+            hits += np.bincount(buffers["drawn"][:, 0].cpu().numpy(), minlength=128256)
         z = row[0].double().cpu().numpy()
         keep = sampling_case.kept(z, setting.get("top_k", 0), setting.get("top_p", 1.0), 0.0)
         p = np.where(keep, np.exp(z - z.max()), 0)

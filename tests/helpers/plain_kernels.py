@@ -313,14 +313,14 @@ def _sample(vocab: int, constrained: bool) -> Any:
     width, words, counted = counts_width(vocab), -(-vocab // 32), (1 << COUNT_BITS) - 1
 
     @T.inline
-    def draw(logits, settings, counters, counts, allowed, ids, logprobs, t):
+    def draw(logits, settings, counters, counts, allowed, drawn, t):
         for i in range(t):
             best = T.alloc_buffer((1,), "float32")
             peak = T.alloc_buffer((1,), "float32")
             total = T.alloc_buffer((1,), "float32")
             finite = T.alloc_buffer((1,), "int32")
             stale = T.alloc_buffer((1,), "int32")
-            ids[i] = -2
+            drawn[i, 0] = -2
             finite[0] = 1
             best[0] = T.float32("-inf")
             peak[0] = T.float32("-inf")
@@ -360,7 +360,7 @@ def _sample(vocab: int, constrained: bool) -> Any:
                 score[0] = score[0] + settings[i, 0] * T.float32(4e-9) * T.Cast("float32", word[0] >> T.uint32(4))
                 if score[0] > best[0]:
                     best[0] = score[0]
-                    ids[i] = j
+                    drawn[i, 0] = j
                 # NaN or +inf, by its bits: TVM rewrites the negation of a comparison, which NaN would pass.
                 bits = T.alloc_buffer((1,), "int32")
                 bits[0] = T.reinterpret("int32", logits[i, j])
@@ -368,22 +368,22 @@ def _sample(vocab: int, constrained: bool) -> Any:
                     finite[0] = 0
             for j in range(vocab):
                 total[0] = total[0] + T.exp(logits[i, j] - peak[0])
-            logprobs[i] = T.float32(0)
+            drawn[i, 1] = 0
             if finite[0] == 0:
-                ids[i] = -1
-            elif ids[i] >= 0:
-                logprobs[i] = logits[i, ids[i]] - peak[0] - T.log(total[0])
+                drawn[i, 0] = -1
+            elif drawn[i, 0] >= 0:
+                drawn[i, 1] = T.reinterpret("int32", logits[i, drawn[i, 0]] - peak[0] - T.log(total[0]))
                 if counters[i, 4] >= 0:
                     if stale[0] >= 0:
                         counts[counters[i, 4], stale[0]] = counts[counters[i, 4], stale[0]] - 1
-                    counts[counters[i, 4], ids[i]] = counts[counters[i, 4], ids[i]] + 1
-                    counts[counters[i, 4], vocab] = ids[i]
+                    counts[counters[i, 4], drawn[i, 0]] = counts[counters[i, 4], drawn[i, 0]] + 1
+                    counts[counters[i, 4], vocab] = drawn[i, 0]
                     counts[counters[i, 4], vocab + 1] = counters[i, 3]
 
     if constrained:
         @T.prim_func(private=True, s_tir=True)
         def g(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle, allowed_h: T.handle,
-              ids_h: T.handle, logprobs_h: T.handle):
+              drawn_h: T.handle):
             T.func_attr(ATTRS)
             t = T.int64()
             c = T.int64()
@@ -393,14 +393,13 @@ def _sample(vocab: int, constrained: bool) -> Any:
             counters = T.match_buffer(counters_h, (t, T.int64(8)), "int32")
             counts = T.match_buffer(counts_h, (c, T.int64(width)), "int32")
             allowed = T.match_buffer(allowed_h, (m, T.int64(words)), "int32")
-            ids = T.match_buffer(ids_h, (t,), "int32")
-            logprobs = T.match_buffer(logprobs_h, (t,), "float32")
-            draw(logits, settings, counters, counts, allowed, ids, logprobs, t)
+            d = T.int64()
+            drawn = T.match_buffer(drawn_h, (d, T.int64(2)), "int32")
+            draw(logits, settings, counters, counts, allowed, drawn, t)
         return g
 
     @T.prim_func(private=True, s_tir=True)
-    def f(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle, ids_h: T.handle,
-          logprobs_h: T.handle):
+    def f(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle, drawn_h: T.handle):
         T.func_attr(ATTRS)
         t = T.int64()
         c = T.int64()
@@ -408,9 +407,9 @@ def _sample(vocab: int, constrained: bool) -> Any:
         settings = T.match_buffer(settings_h, (t, T.int64(8)), "float32")
         counters = T.match_buffer(counters_h, (t, T.int64(8)), "int32")
         counts = T.match_buffer(counts_h, (c, T.int64(width)), "int32")
-        ids = T.match_buffer(ids_h, (t,), "int32")
-        logprobs = T.match_buffer(logprobs_h, (t,), "float32")
-        draw(logits, settings, counters, counts, None, ids, logprobs, t)
+        d = T.int64()
+        drawn = T.match_buffer(drawn_h, (d, T.int64(2)), "int32")
+        draw(logits, settings, counters, counts, None, drawn, t)
     return f
 
 
@@ -546,7 +545,7 @@ class PlainKernels:
         """No filters. The noise of a draw is another one than a GPU's."""
         masked = ("allowed",) if spec.constrained else ()
         return _kernel(_sample(spec.vocab_size, spec.constrained), "sample_constrained" if masked else "sample",
-                       ("logits", "settings", "counters", "counts", *masked), ("token_ids", "logprobs"), ("counts",))
+                       ("logits", "settings", "counters", "counts", *masked, "drawn"), (), ("counts", "drawn"))
 
     def top_logprobs(self, vocab_size: int) -> Kernel:
         return _kernel(_top_logprobs(vocab_size), "top_logprobs", ("logits", "counters"), ("top_ids", "top_logprobs"))

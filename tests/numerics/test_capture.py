@@ -32,7 +32,7 @@ class Runner:
         self.log = graph_stand_ins.install()        # fresh caches: a library finds its builtins when it is opened
         self.library = Library(path, tvm.cpu(), parameters, graphs)
         self.pages = tvm.runtime.tensor(np.zeros((2, 20, 2, 2, 4, 8), np.float32))
-        self.previous = tvm.runtime.tensor(np.zeros(4, np.int32))
+        self.drawn = tvm.runtime.tensor(np.zeros((4, 2), np.int32))
         self.counts = tvm.runtime.tensor(np.zeros((1, counts_width(61)), np.int32))
         self.inputs: dict[str, tuple[dict[str, np.ndarray], list[Any]]] = {}
 
@@ -56,10 +56,8 @@ class Runner:
             tensor.copyfrom(array.view(np.float32) if name == "settings" else array)
         by_name = dict(zip(layout.names, tensors, strict=True))
         order = ("token_ids", "positions", "slots", "lengths", "page_table", "token_source", "settings", "counters")
-        out = self.library.call(f"decode_{size}", [*(by_name[n] for n in order), self.previous, self.counts, self.pages])
-        results = [t.numpy().copy() for t in out]
-        self.previous.copyfrom(np.resize(results[1], 4).astype(np.int32))
-        return results
+        out = self.library.call(f"decode_{size}", [*(by_name[n] for n in order), self.counts, self.drawn, self.pages])
+        return [t.numpy().copy() for t in out]
 
     def prefill(self, size: int, sequence: SequenceStep) -> np.ndarray:
         layout = step_inputs.prefill_layout(size, 1, 1, _Info)
@@ -144,9 +142,9 @@ def test_a_token_from_the_device_equals_one_from_the_host(captured: Any) -> None
     path, parameters, _ = captured
     runner = Runner(path, parameters, graphs=True)
     pages = [2, 3]
-    _, tokens, _ = runner.decode(1, [SequenceStep([9], 0, pages, [0])])
+    _, drawn = runner.decode(1, [SequenceStep([9], 0, pages, [0])])
     fed, *_ = runner.decode(1, [SequenceStep([0], 1, pages, [0])], source=[0])
-    given, *_ = runner.decode(1, [SequenceStep([int(tokens[0])], 1, pages, [0])])
+    given, *_ = runner.decode(1, [SequenceStep([int(drawn[0, 0])], 1, pages, [0])])
     assert np.array_equal(fed, given)
 
 

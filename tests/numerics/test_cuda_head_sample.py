@@ -71,13 +71,14 @@ class Run:
         self.sums, self.picks = np.full((rows, parts, 5), np.nan, np.float32), np.full((rows, parts, 3), -7, np.int32)
         self.tops = np.full((rows, parts * 16), np.nan, np.float32)
         self.y = np.full((rows, vocab), np.nan, np.float32)
-        self.token_ids, self.logprobs = np.full(rows, -7, np.int32), np.full(rows, 7, np.float32)
+        self.drawn = np.full((rows + 1, 2), -7, np.int32)
 
     def __call__(self, kernel: Kernel, module: EmulatedModule, grids: list[tuple[int, ...]], threads: list[int]) -> None:
         held = {**vars(self), "logits": self.y, "x": self.x.view(np.uint16), "weight": self.weight.view(np.uint16)}
         for stage, grid, count in zip(kernel.stages, grids, threads, strict=True):
             late = ("x", "squares", "settings", "counters", "counts") if "x" in stage.inputs else ()  # of kernels before
-            module.run(f"{stage.name}_kernel", grid, count, late=late, **held, t=self.rows, b=self.rows, c=2)
+            module.run(f"{stage.name}_kernel", grid, count, late=late, **held, t=self.rows, b=self.rows, c=2,
+                       d=len(self.drawn))
 
 
 @functools.cache
@@ -115,23 +116,23 @@ def test_everything_has_the_bits_of_two_kernels(vocab: int, rows: int, epsilon: 
     assert case.relative_error(one.y[finite], exact) < case.TOLERANCE["float32"]
     two.y[:] = one.y
     apart(two)
-    for name in ("sums", "picks", "tops", "token_ids", "logprobs", "counts"):
+    for name in ("sums", "picks", "tops", "drawn", "counts"):
         np.testing.assert_array_equal(getattr(one, name).view(np.int32), getattr(two, name).view(np.int32), err_msg=name)
-    assert not one.arrived.any()
+    assert not one.arrived.any() and (one.drawn[rows] == -7).all()
+    token_ids, logprobs = one.drawn[:rows, 0].copy(), one.drawn[:rows, 1].copy().view(np.float32)
     for i in range(rows):
         row = one.counters[i, 4]
         token, logprob, scores = sampling_case.expect(one.y[i], one.settings[i], one.counters[i],
                                                       one.seen[row] if row >= 0 else None)
-        assert one.token_ids[i] == token or scores[token] - scores[one.token_ids[i]] < 1e-4, i
-        assert np.isnan(one.logprobs[i]) if token < 0 else abs(one.logprobs[i] - logprob) < 1e-4
-    assert one.token_ids[0] == 9                                    # of two equal logits the lower id
-    assert list(one.token_ids[5:]) == [-1] * max(rows - 5, 0)       # NaN, infinity
+        assert token_ids[i] == token or scores[token] - scores[token_ids[i]] < 1e-4, i
+        assert np.isnan(logprobs[i]) if token < 0 else abs(logprobs[i] - logprob) < 1e-4
+    assert token_ids[0] == 9                                    # of two equal logits the lower id
+    assert list(token_ids[5:]) == [-1] * max(rows - 5, 0)       # NaN, infinity
     # The count of blocks starts again at zero, so a second run draws the same.
-    drawn = one.token_ids.copy()
-    one.token_ids[:], one.counts[:] = -7, one.seen
+    one.drawn[:], one.counts[:] = -7, one.seen
     one.sums[:] = np.nan
     fused(one, epsilon, **tiling)
-    np.testing.assert_array_equal(one.token_ids, drawn)
+    np.testing.assert_array_equal(one.drawn[:rows, 0], token_ids)
 
 
 @pytest.mark.parametrize(("given", "sampling"), [

@@ -41,7 +41,7 @@ __device__ __forceinline__ int last_to_arrive(int* arrived, int others) {
 
 
 def head_sample(spec: LinearSpec, sampling: SamplingSpec, arch: str, **tiling: int) -> Kernel | None:
-    """x, weight, settings, counters, counts (in place), arrived i32[parts] (in place) → y f32[b, V], token_ids, logprobs.
+    """x, weight, settings, counters, counts (in place), arrived i32[parts] (in place), drawn (in place) → y f32[b, V].
     None where the pieces do not fit: quantised weights, many rows, K too short for the threads of a part."""
     rows, k = spec.max_rows, spec.in_features
     if (spec.weight.quantized or spec.gated or spec.bias or spec.residual or spec.prepares_norm

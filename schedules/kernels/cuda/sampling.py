@@ -15,8 +15,8 @@ from relaxpack.schedules.kernels.cuda.sampling_scan import TOPS, sample_scan_fun
 
 
 def sample(spec: SamplingSpec, arch: str = "sm_90a") -> Kernel:
-    """logits f32[b, V], settings f32[b, 8], counters i32[b, 8], counts i32[c, V + 512] (in place), [allowed i32[m, V/32]]
-    → token_ids i32[b], logprobs f32[b]."""
+    """logits f32[b, V], settings f32[b, 8], counters i32[b, 8], counts i32[c, V + 512] (in place), [allowed i32[m, V/32]],
+    drawn i32[b or more, 2] (in place): token ids and the bits of their float32 log-probabilities."""
     early = early_launch(arch)
     scan = finish(sample_scan_function(spec, early), early, "xy")
     pick = finish(sample_pick_function(spec, early), early)
@@ -25,8 +25,8 @@ def sample(spec: SamplingSpec, arch: str = "sm_90a") -> Kernel:
     given = ("logits", "settings", "counters", "counts", *masked)
     blocks = scan_blocks(spec.vocab_size)
     return Kernel((Stage(scan, name + "_scan", inputs=given, outputs=("sums", "picks", "tops")),
-                   Stage(pick, name + "_pick", inputs=(*given, "sums", "picks", "tops"), outputs=("token_ids", "logprobs"),
-                         inplace=("counts",))),
+                   Stage(pick, name + "_pick", inputs=(*given, "sums", "picks", "tops", "drawn"), outputs=(),
+                         inplace=("counts", "drawn"))),
                   source="rule:cuda.sample",
                   temporaries={"sums": (("b", blocks, 5), "float32"), "picks": (("b", blocks, 3), "int32"),
                                "tops": (("b", blocks * TOPS), "float32")})

@@ -57,7 +57,7 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
     find_stale = parts.find_stale
 
     @T.inline
-    def pick(logits, settings, counters, counts, allowed, sums, picks, tops, token_ids, logprobs, row, tx):
+    def pick(logits, settings, counters, counts, allowed, sums, picks, tops, drawn, row, tx):
         pool = T.SMEMPool()
         bin_count = pool.alloc((BINS,), "uint32", align=16)
         bin_low = pool.alloc((BINS,), "uint32", align=16)            # mass, low and high words
@@ -585,11 +585,11 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
         # (c) the answer
         if tx == 0:
             if bad != 0:
-                token_ids[row] = -bad
-                logprobs[row] = T.cuda.uint_as_float(T.uint32(0x7FC00000))
+                drawn[row, 0] = -bad
+                drawn[row, 1] = 0x7FC00000
             else:
-                token_ids[row] = token
-                logprobs[row] = logits[row, token] - peak - T.log(total)
+                drawn[row, 0] = token
+                drawn[row, 1] = T.reinterpret("int32", logits[row, token] - peak - T.log(total))
                 if counts_row >= 0:
                     if stale >= 0:
                         counts[counts_row, stale] = counts[counts_row, stale] - 1
@@ -600,10 +600,10 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
     if MASKED:
         @T.prim_func
         def sample_pick(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
-                        allowed_h: T.handle, sums_h: T.handle, picks_h: T.handle, tops_h: T.handle, token_ids_h: T.handle,
-                        logprobs_h: T.handle):
+                        allowed_h: T.handle, sums_h: T.handle, picks_h: T.handle, tops_h: T.handle, drawn_h: T.handle):
             b = T.int64()
             c = T.int64()
+            d = T.int64()
             m = T.int64()
             logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
             settings = T.match_buffer(settings_h, (b, 8), "float32")
@@ -613,19 +613,19 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
             sums = T.match_buffer(sums_h, (b, BLOCKS, 5), "float32")
             picks = T.match_buffer(picks_h, (b, BLOCKS, 3), "int32")
             tops = T.match_buffer(tops_h, (b, MAXIMA), "float32")
-            token_ids = T.match_buffer(token_ids_h, (b,), "int32")
-            logprobs = T.match_buffer(logprobs_h, (b,), "float32")
+            drawn = T.match_buffer(drawn_h, (d, 2), "int32")
             T.device_entry()
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
             row = T.cta_id([T.Cast("int32", b)])
             tx = T.thread_id([THREADS])
-            pick(logits, settings, counters, counts, allowed, sums, picks, tops, token_ids, logprobs, row, tx)
+            pick(logits, settings, counters, counts, allowed, sums, picks, tops, drawn, row, tx)
     else:
         @T.prim_func
         def sample_pick(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
-                        sums_h: T.handle, picks_h: T.handle, tops_h: T.handle, token_ids_h: T.handle, logprobs_h: T.handle):
+                        sums_h: T.handle, picks_h: T.handle, tops_h: T.handle, drawn_h: T.handle):
             b = T.int64()
             c = T.int64()
+            d = T.int64()
             logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
             settings = T.match_buffer(settings_h, (b, 8), "float32")
             counters = T.match_buffer(counters_h, (b, 8), "int32")
@@ -633,11 +633,10 @@ def sample_pick_function(spec: SamplingSpec, early: bool) -> Any:
             sums = T.match_buffer(sums_h, (b, BLOCKS, 5), "float32")
             picks = T.match_buffer(picks_h, (b, BLOCKS, 3), "int32")
             tops = T.match_buffer(tops_h, (b, MAXIMA), "float32")
-            token_ids = T.match_buffer(token_ids_h, (b,), "int32")
-            logprobs = T.match_buffer(logprobs_h, (b,), "float32")
+            drawn = T.match_buffer(drawn_h, (d, 2), "int32")
             T.device_entry()
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
             row = T.cta_id([T.Cast("int32", b)])
             tx = T.thread_id([THREADS])
-            pick(logits, settings, counters, counts, None, sums, picks, tops, token_ids, logprobs, row, tx)
+            pick(logits, settings, counters, counts, None, sums, picks, tops, drawn, row, tx)
     return sample_pick

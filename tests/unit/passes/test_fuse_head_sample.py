@@ -44,28 +44,27 @@ def module(rows: Any = 2, head: str = "relaxpack.linear", fused: bool = False, g
     settings, counters = var("settings", "float32", t, 8), var("counters", "int32", t, 8)
     counts, bias, masks = var("counts", "int32", 1, 16), var("bias", "float32", 16), var("masks", "int32", 1, 1)
     arrived, squares = var("head_sample.arrived", "int32", 2), var("squares", "float32", t, 1)
-    logits_ty, drawn = tensor("float32", t, 16), [tensor("int32", t), tensor("float32", t)]
+    drawn, logits_ty = var("drawn", "int32", 8, 2), tensor("float32", t, 16)
     fmt, gated = tvm.ir.StringImm("f32"), relax.prim_value(0)
     norm = [squares, relax.prim_value(1e-5)] if head.endswith("+norm") else []
     operands = [x, w, *([bias] if "bias" in head else []), *norm, fmt, gated]
     builder = relax.BlockBuilder()
     parameters = [w, *([bias] if "bias" in head else []), *([arrived] if fused else [])]
-    with builder.function("step", [x, settings, counters, counts, masks, squares, *parameters],
-                          attrs={"num_input": 6, "global_symbol": "step"}):
+    with builder.function("step", [x, settings, counters, counts, drawn, masks, squares, *parameters],
+                          attrs={"num_input": 7, "global_symbol": "step"}):
         with builder.dataflow():
             if fused:
                 both = builder.emit(placeholder(head.replace("linear", "head_sample"), [
-                    *operands, settings, counters, counts, arrived], [logits_ty, *drawn]))
+                    *operands, settings, counters, counts, drawn, arrived], [logits_ty, drawn.ty]))
                 logits = builder.emit(relax.TupleGetItem(both, 0))
-                ids, logprobs = (builder.emit(relax.TupleGetItem(both, i)) for i in (1, 2))
-                draws = [builder.emit(relax.Tuple([ids, logprobs]))]
+                draws = [builder.emit(relax.TupleGetItem(both, 1))]
             else:
                 logits = builder.emit(placeholder(head, operands, logits_ty))
                 used = builder.emit(relax.op.add(settings, settings)) if given == "computed" else settings
                 draws = [builder.emit(placeholder("relaxpack.sample", [
-                    logits, used, counters, counts, *([masks] if given == "masks" else [])], drawn)) for _ in range(readers)]
-            result = [logits, *(builder.emit(relax.TupleGetItem(draw, i)) for draw in draws for i in (0, 1))]
-            out = builder.emit_output(relax.Tuple(result))
+                    logits, used, counters, counts, drawn, *([masks] if given == "masks" else [])], drawn.ty))
+                         for _ in range(readers)]
+            out = builder.emit_output(relax.Tuple([logits, *draws]))
         builder.emit_func_output(out)
     return builder.get()
 

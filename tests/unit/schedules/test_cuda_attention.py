@@ -231,11 +231,13 @@ def test_sampling_equals_float64_reference(vocab: int, constrained: bool) -> Non
             counts[i, likeliest] = 1
         counters[i, 5] = 0 if kind == "forbidden" and constrained else counters[i, 5]
     before = counts.copy()
-    tokens, logprobs = np.full(b, -9, np.int32), np.full(b, np.nan, np.float32)
+    drawn = np.full((b + 1, 2), -9, np.int32)
     kernel = sample(SamplingSpec(vocab, constrained))
     emulate(kernel, [(sampling_scan.scan_blocks(vocab), b), (b,)], [sampling_scan.SCAN_THREADS, sampling_pick.THREADS],
             {"logits": logits, "settings": settings, "counters": counters, "counts": counts, "allowed": bits,
-             "token_ids": tokens, "logprobs": logprobs}, {"b": b, "c": b, "m": len(bits)})
+             "drawn": drawn}, {"b": b, "c": b, "d": b + 1, "m": len(bits)})
+    assert (drawn[b] == -9).all()
+    tokens, logprobs = drawn[:b, 0], drawn[:b, 1].copy().view(np.float32)
     expected = before.copy()
     for i in range(b):
         mask = counters[i, 5]

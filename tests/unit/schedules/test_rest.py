@@ -62,11 +62,11 @@ def next_token_ids() -> Any:
     from tvm import relax
 
     given, source = (relax.Var(name, relax.TensorType([3], "int32")) for name in ("given", "source"))
-    previous = relax.Var("previous", relax.TensorType([4], "int32"))
+    drawn = relax.Var("drawn", relax.TensorType([4, 2], "int32"))
     builder = relax.BlockBuilder()
-    with builder.function("step", [given, source, previous]):
+    with builder.function("step", [given, source, drawn]):
         with builder.dataflow():
-            ids = builder.emit_output(Graph(builder).next_token_ids(given, source, previous))
+            ids = builder.emit_output(Graph(builder).next_token_ids(given, source, drawn))
         builder.emit_func_output(ids)
     (func,) = [f for f in builder.get().functions.values() if isinstance(f, tvm.tirx.PrimFunc)]
     return func
@@ -89,8 +89,8 @@ def test_next_tokens_by_threads() -> None:
     scheduled = cuda_elementwise(next_token_ids())
     module = EmulatedModule(harness.generate_source({"ids": scheduled}, "sm_90a"))
     given, source = np.array([5, 6, 7], np.int32), np.array([-1, 3, 0], np.int32)
-    previous, out = np.array([40, 41, 42, 43], np.int32), np.full(3, -9, np.int32)
-    module.run("ids_kernel", (1,), 256, given=given, source=source, previous=previous,
+    drawn, out = np.array([[40, 7], [41, 7], [42, 7], [43, 7]], np.int32), np.full(3, -9, np.int32)
+    module.run("ids_kernel", (1,), 256, given=given, source=source, drawn=drawn,
                next_token_ids=out)
     assert list(out) == [5, 43, 40]
 
