@@ -127,6 +127,7 @@ def few_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
                         T.ptx[TMA_LOAD](Ws.ptr_to([slot, 0]), T.address_of(w_map), (start + j + stages) * BK, tile * BM,
                                         full.ptr_to([slot]), T.uint64(EVICT_FIRST))
                         load_x(slot, start + j + stages)
+                T.ptx["bar.sync"](T.uint32(1), T.uint32(THREADS))       # that of the consumers below
             else:
                 c = T.alloc_buffer((ACC,), "float32", scope="local")
                 wg = T.meta_var(wid // 4)
@@ -175,7 +176,8 @@ def few_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
                 T.ptx.wgmma.wait_group.sync.aligned(0)
                 for i in T.unroll(ACC):
                     T.cuda.func_call("wg_fence", c[i], source_code=WG_FENCE)
-                T.ptx["bar.sync"](T.uint32(1), T.uint32(NC * 128))      # every warpgroup is done with the ring
+                # Every warpgroup is done with the ring. Of all threads: racecheck loses the barrier after one of a part of them.
+                T.ptx["bar.sync"](T.uint32(1), T.uint32(THREADS))
                 for i in T.unroll(ACC):
                     partial[(i // 4 * 8 + lane % 4 * 2 + i % 2) * PITCH
                             + wid * 16 + i % 4 // 2 * 8 + lane // 4] = c[i]

@@ -204,6 +204,7 @@ def gemm_mixed(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str,
                                 T.ptx.mbarrier.arrive.shared.b64(full.ptr_to([i % ring]))
                             if f + DEPTH < count * REPEAT:
                                 load_x(f + DEPTH, d)
+                T.ptx["bar.sync"](T.uint32(1), T.uint32(THREADS))       # that of the consumers below
             else:
                 if shift_registers:
                     T.ptx["setmaxnreg.inc.sync.aligned.u32"](CONSUMER_REGISTERS)
@@ -259,7 +260,8 @@ def gemm_mixed(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str,
                 T.ptx.wgmma.wait_group.sync.aligned(0)
                 for i in T.unroll(R * ACC):
                     T.cuda.func_call("wg_fence", sums[i], source_code=WG_FENCE)
-                T.ptx["bar.sync"](T.uint32(1), T.uint32(CONSUMERS))     # every warpgroup is done with the ring
+                # Every warpgroup is done with the ring. Of all threads: racecheck loses the barrier after one of a part of them.
+                T.ptx["bar.sync"](T.uint32(1), T.uint32(THREADS))
                 for r in T.unroll(R):
                     strip = T.meta_var((wid // 4 * R + r) * 4 + wid % 4)
                     if whole_row:
