@@ -176,7 +176,7 @@ def few_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
                 T.ptx.wgmma.wait_group.sync.aligned(0)
                 for i in T.unroll(ACC):
                     T.cuda.func_call("wg_fence", c[i], source_code=WG_FENCE)
-                # Every warpgroup is done with the ring. Of all threads: racecheck loses the barrier after one of a part of them.
+                # The ring is done with. Of all threads: racecheck loses track of a barrier of a part of them.
                 T.ptx["bar.sync"](T.uint32(1), T.uint32(THREADS))
                 for i in T.unroll(ACC):
                     partial[(i // 4 * 8 + lane % 4 * 2 + i % 2) * PITCH

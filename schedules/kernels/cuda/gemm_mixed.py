@@ -260,7 +260,7 @@ def gemm_mixed(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str,
                 T.ptx.wgmma.wait_group.sync.aligned(0)
                 for i in T.unroll(R * ACC):
                     T.cuda.func_call("wg_fence", sums[i], source_code=WG_FENCE)
-                # Every warpgroup is done with the ring. Of all threads: racecheck loses the barrier after one of a part of them.
+                # The ring is done with. Of all threads: racecheck loses track of a barrier of a part of them.
                 T.ptx["bar.sync"](T.uint32(1), T.uint32(THREADS))
                 for r in T.unroll(R):
                     strip = T.meta_var((wid // 4 * R + r) * 4 + wid % 4)
