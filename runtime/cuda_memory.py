@@ -15,6 +15,7 @@ import numpy as np
 from relaxpack.errors import EnvironmentProblem
 
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
+QUEUED_BYTES = 64 << 10        # that the driver takes from pageable memory without waiting for the stream
 _library: ctypes.CDLL | None = None
 
 
@@ -70,14 +71,24 @@ class PinnedArray:
             self.pointer = 0
 
 
+class QueuedArray:
+    """Ordinary host memory of at most QUEUED_BYTES. A copy from it takes its bytes at once, into the queue of commands: it
+    may be written again right away, and no copy engine has to start between two kernels."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.array = np.zeros(shape, dtype)
+        self.pointer = self.array.ctypes.data
+        assert self.array.nbytes <= QUEUED_BYTES
+
+
 def _copy(destination: int, source: int, size: int, kind: int, what: str) -> None:
     check(cudart().cudaMemcpyAsync(ctypes.c_void_p(destination), ctypes.c_void_p(source), ctypes.c_size_t(size),
                                      kind, ctypes.c_void_p(0)), what)
 
 
-def upload(tensor: Any, pinned: PinnedArray, size: int, offset: int = 0, at: int = 0) -> None:
-    """Start copying `size` bytes of pinned memory, from byte `at` on, to a device tensor, to byte `offset` of it on."""
-    _copy(tensor.data_ptr() + offset, pinned.pointer + at, size, _TO_DEVICE, "copying to the device")
+def upload(tensor: Any, host: PinnedArray | QueuedArray, size: int, offset: int = 0, at: int = 0) -> None:
+    """Start copying `size` bytes of host memory, from byte `at` on, to a device tensor, to byte `offset` of it on."""
+    _copy(tensor.data_ptr() + offset, host.pointer + at, size, _TO_DEVICE, "copying to the device")
 
 
 def download(pinned: PinnedArray, tensor: Any, size: int, offset: int = 0, at: int = 0) -> None:

@@ -124,6 +124,7 @@ class CudaModelRunner:
             step_inputs.sampling_layout(self.max_batch, info).size,
             step_inputs.prefill_layout(self.prefill_chunk, self.max_batch, self.prefill_chunk, info).size)
         self._ring = [_Staging(widest, self.max_batch) for _ in range(_RING)]
+        self._few_inputs = cuda_memory.QueuedArray((cuda_memory.QUEUED_BYTES // 4,), np.int32)
         self._inputs = self._zeros((widest,), "int32")
         self._host_rows = cuda_memory.PinnedArray((self.max_batch, max(self.vocab_size, info.hidden_size)), np.float32)
         self._views: dict[InputLayout, dict[str, Any]] = {}
@@ -299,15 +300,20 @@ class CudaModelRunner:
 
     def _stage(self, layout: InputLayout) -> Arrays:
         """Host arrays for the next upload, free to be written."""
+        if layout.size <= self._few_inputs.array.size:
+            return layout.views(self._few_inputs.array)
         staging = self._ring[self._step % _RING]
         staging.uploaded.wait()
         return layout.views(staging.inputs.array)
 
     def _upload(self, layout: InputLayout, size: int | None = None) -> dict[str, Any]:
         """`size`: elements to upload, all by default."""
-        staging = self._ring[self._step % _RING]
-        cuda_memory.upload(self._inputs, staging.inputs, (layout.size if size is None else size) * 4)
-        staging.uploaded.record()
+        staging, size = self._ring[self._step % _RING], layout.size if size is None else size
+        if layout.size <= self._few_inputs.array.size:
+            cuda_memory.upload(self._inputs, self._few_inputs, size * 4)
+        else:
+            cuda_memory.upload(self._inputs, staging.inputs, size * 4)
+            staging.uploaded.record()
         self._step += 1
         return self._device_views(layout)
 

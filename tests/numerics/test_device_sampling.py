@@ -21,6 +21,7 @@ from relaxpack.dist.bundle import Bundle
 from relaxpack.errors import BundleError
 from relaxpack.passes.memory_plan import PLAN
 from relaxpack.relax_models.export import BuildLimits
+from relaxpack.runtime import cuda_memory
 from relaxpack.runtime.cuda_executor import CudaExecutor
 from relaxpack.runtime.device_counts import DeviceCounts
 from relaxpack.runtime.engine import Engine
@@ -62,6 +63,14 @@ def prompts(count: int) -> list[list[int]]:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_greedy_tokens_equal_those_of_the_host(model: CapturedModel, name: str) -> None:
     check_greedy(engine(model), engine(model, on_device=False), engine(model), prompts(4), name)
+
+
+@pytest.mark.parametrize("name", ["plain", "grammar"])
+def test_inputs_too_long_for_the_queue_go_through_pinned_memory(model: CapturedModel, monkeypatch: pytest.MonkeyPatch,
+                                                                name: str) -> None:
+    expected = [o.choices[0].token_ids for o in engine(model).generate(prompts(4), SETTINGS.get(name, GREEDY))]
+    monkeypatch.setattr(cuda_memory, "QUEUED_BYTES", 4)
+    assert [o.choices[0].token_ids for o in engine(model).generate(prompts(4), SETTINGS.get(name, GREEDY))] == expected
 
 
 def storm(made: Engine, seed: int) -> tuple[list[Request], set[int]]:
