@@ -89,7 +89,7 @@ SECTIONS = (
     Section("upload", "GB/s of weights by chunk size", 40, _measure("upload_rates")),
     Section("memcheck", "does compute-sanitizer find an access that is out of bounds", 40, _sanitized("memcheck"),
             "ERROR SUMMARY: 0 errors"),
-    Section("racecheck", "does compute-sanitizer find a race", 40, _sanitized("racecheck"), "RACECHECK SUMMARY: 0 hazards"),
+    Section("racecheck", "does compute-sanitizer find a race", 100, _sanitized("racecheck"), "RACECHECK SUMMARY: 0 hazards"),
     Section("explain", "does a report with measured kernels come out", 30, lambda folder, out: _python(
         "-m", "relaxpack", "explain", folder / "smollm2.bundle", "--measure", "--html", folder / "explain.html"), " kB"),
     Section("against_transformers", "logits and greedy tokens of models in true shapes", 70, lambda folder, out: _python(
