@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 PER_MODULE = 24            # kernels per library: bounds the cost of one compiler run
 TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 3e-5}
+REPEATS = 100              # runs of a checked kernel that must have the same bits
 ROTATE_BYTES = 320 << 20   # weights walked over per replay, several times the L2 cache
 
 
@@ -250,14 +251,15 @@ class Bench:
             x = self.random((t, k), variant["dtype"])
             residual = self.random((t, width), variant["dtype"]) if options.get("residual") else None
             y = torch.full((t, width), float("nan"), device="cuda", dtype=getattr(torch, out_dtype))
-            fn(x, *[self.view(b) for b in buffers], *([] if bias is None else [bias]),
-               *([] if residual is None else [residual]), y)
+            given = [x, *map(self.view, buffers), *([] if bias is None else [bias]), *([] if residual is None else [residual])]
+            fn(*given, y)
             z = exact(x, plain, bias, residual, swiglu, in_order=canonical is None)
             found.append(self.verdict(variant, t, y, z))
-            again = torch.empty_like(y)
-            fn(x, *[self.view(b) for b in buffers], *([] if bias is None else [bias]),
-               *([] if residual is None else [residual]), again)
-            found[-1]["same_again"] = bool(torch.equal(y, again))
+            again, different = torch.empty_like(y), torch.zeros((), device="cuda", dtype=torch.bool)
+            for _ in range(REPEATS):
+                fn(*given, again)
+                different |= (y != again).any()
+            found[-1]["same_again"] = not different.item()
         return found
 
     def norm_call(self, variant: dict[str, Any], t: int) -> tuple[Any, list[Any]]:
