@@ -188,16 +188,19 @@ class DecodeAttentionCase(Case):
     kind = "decode_attention"
 
     def __init__(self, bench: Any, given: dict[str, Any], unpack: Callable[..., None] | None = None) -> None:
-        from tests.helpers.attention_device import PagedCase
-
         super().__init__(bench, given)
         spec, rows, tokens = given["spec"], given["rows"], given["tokens"]
         self.read_bytes = 4.0 * rows * tokens * spec["num_kv_heads"] * spec["head_dim"]
         self.layers = max(2, min(64, math.ceil(ATTENTION_BYTES / self.read_bytes) // 2 * 2))
-        self.held = PagedCase(spec, [tokens] * rows, layers=self.layers)
-        self.sets = [self.held.buffers(layer) for layer in range(self.layers)]
         self.flops = 4.0 * rows * tokens * spec["num_heads"] * spec["head_dim"]
         self.rotated_bytes = int(self.read_bytes * self.layers)
+        self.place(spec, [tokens] * rows)
+
+    def place(self, spec: dict[str, Any], lengths: list[int]) -> None:
+        from tests.helpers.attention_device import PagedCase
+
+        self.held = PagedCase(spec, lengths, layers=self.layers)
+        self.sets = [self.held.buffers(layer) for layer in range(self.layers)]
 
     def reference(self) -> dict[str, Any]:
         return {"y": self.held.reference(0)}
@@ -212,4 +215,19 @@ class DecodeAttentionCase(Case):
         return [lambda kv=kv: attend(q, kv[0], kv[1], enable_gqa=True) for kv in found]
 
 
-CASES: dict[str, type[Case]] = {case.kind: case for case in (LinearCase, NormCase, DecodeAttentionCase)}
+class FusedAttentionCase(DecodeAttentionCase):
+    """RoPE, append and attention: the new keys and values come out of `qkv`, and the kernel writes them to the pages. The
+    first set is the one for the numbers: its pages lack the new token."""
+
+    kind = "fused_attention"
+
+    def place(self, spec: dict[str, Any], lengths: list[int]) -> None:
+        from tests.helpers.attention_device import DecodeStep
+
+        checked, timed = DecodeStep(spec, lengths), DecodeStep(spec, lengths, layers=self.layers)
+        self.held = checked.case
+        self.sets = [checked.buffers(0), *(timed.buffers(layer) for layer in range(self.layers))]
+
+
+CASES: dict[str, type[Case]] = {case.kind: case for case in (LinearCase, NormCase, DecodeAttentionCase,
+                                                             FusedAttentionCase)}

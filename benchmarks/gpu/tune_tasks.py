@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.matmul_variants import LINEARS
-from relaxpack.kernel_spec import AttentionSpec, Kernel, LinearSpec, NormSpec
+from relaxpack.kernel_spec import AttentionSpec, FusedAttentionSpec, Kernel, LinearSpec, NormSpec
 from relaxpack.schedules.tuning.cuda_linear_spaces import default_choice
 from relaxpack.target import parse_target
 from relaxpack.tuning.candidates import families_for
@@ -26,11 +26,17 @@ ROWS = (1, 4, 8, 16, 64, 512, 4096)
 MORE_ROWS = (2, 32, 128, 256, 192, 384)      # the other buckets of a build with default limits
 BESIDE_ROWS = 128               # up to here a kernel is also timed beside its neighbour, as in a captured step
 PER_MODULE = 24                 # kernels of a library: bounds the cost of one compiler run
-HIDDEN = {"1b": 2048, "8b": 4096, "7b": 3584}
+HIDDEN = {"1b": 2048, "8b": 4096, "7b": 3584, "3b": 3072, "q3": 4096, "phi": 5120}
+MORE_LINEARS = {"3b.qkv": (5120, 3072, False), "3b.o": (3072, 3072, False), "3b.gate_up": (16384, 3072, True),
+                "3b.down": (3072, 8192, False), "q3.gate_up": (24576, 4096, True), "q3.down": (4096, 12288, False),
+                "phi.qkv": (7680, 5120, False), "phi.o": (5120, 5120, False), "phi.gate_up": (35840, 5120, True),
+                "phi.down": (5120, 17920, False)}     # Llama-3.2-3B, Qwen3-8B and Phi-4: shapes no rule was fitted to
 HEADS = {"1b": (32, 8, 64), "8b": (32, 8, 128), "7b": (28, 4, 128)}
 NORM_ROWS = (1, 8, 64, 512, 4096)
 ATTENTION_CASES = {1: ((1, 512), (1, 2048), (1, 8192)), 8: ((1, 512), (1, 2048), (8, 512), (8, 2048)),
                    64: ((1, 512), (8, 2048), (64, 512), (64, 2048))}      # bucket → (sequences, tokens behind each)
+FUSED_ROWS = (1, 8, 64)
+FUSED_TOKENS = (512, 2048)
 INDEX = "tune.json"
 
 
@@ -48,26 +54,38 @@ class Job:
     only: Callable[[dict[str, Any]], bool] = field(default=lambda choice: True)
 
 
-def jobs() -> list[Job]:
-    """In the order in which they are tuned: what the issue asks for, then the other models, then what else a build with
-    default limits has."""
-    parts = ("qkv", "o", "gate_up", "down")
-    found = [linear_job(f"8b.{part}", rows) for rows in ROWS for part in parts]
+PARTS = ("qkv", "o", "gate_up", "down")
+
+
+def declared() -> list[Job]:
+    """The set by which tuning is judged, fixed before anything is measured: the four matmuls of an 8B model in bfloat16 and
+    q4_1 at every number of rows that the issue lists, norms, and decode attention, one by one and in one kernel."""
+    found = [linear_job(f"8b.{part}", rows, weight) for weight in ("bf16", "q4_1") for rows in ROWS for part in PARTS]
     found += [norm_job("8b", residual) for residual in (True, False)]
     found += [attention_job("8b", bucket) for bucket in ATTENTION_CASES]
-    found += [linear_job(f"8b.{part}", rows, "q4_1") for rows in (1, 8, 16) for part in parts]
+    return found + [fused_job("8b", rows) for rows in FUSED_ROWS]
+
+
+def jobs() -> list[Job]:
+    """In the order in which they are tuned: what the issue asks for, then the other models, then what else a build with
+    default limits has, then models whose shapes no rule knows."""
+    parts = PARTS
+    found = declared()
+    found += [fused_job(model, rows) for model in ("8b", "1b", "7b") for rows in (1, 2, 4, 8, 16, 32, 64)
+              if (model, rows) not in {("8b", rows) for rows in FUSED_ROWS}]
     found += [linear_job(f"{model}.{part}", rows) for rows in ROWS[:-1] for model in ("1b", "7b") for part in parts]
     found += [norm_job(model, residual) for model in ("1b", "7b") for residual in (True, False)]
     found += [attention_job(model, bucket) for bucket in ATTENTION_CASES for model in ("1b", "7b")]
     found += [linear_job(f"{model}.{part}", rows) for rows in MORE_ROWS for model in ("8b", "1b", "7b") for part in parts]
-    found += [linear_job(f"8b.{part}", rows, "q4_1") for rows in (2, 4, 32, 64) for part in parts]
+    found += [linear_job(f"8b.{part}", rows, "q4_1") for rows in (2, 32, 128) for part in parts]
     found += [linear_job(f"8b.{part}", rows, weight) for weight in ("q8_0", "fp8") for rows in (1, 8, 16) for part in parts]
+    found += [linear_job(part, rows) for rows in (1, 8, 32, 64, 192, 512) for part in MORE_LINEARS]
     return found
 
 
 def linear_spec(linear: str, rows: int, weight: str = "bf16") -> LinearSpec:
     """The question that a build for bfloat16 asks about this matrix."""
-    n, k, swiglu = LINEARS[linear]
+    n, k, swiglu = {**LINEARS, **MORE_LINEARS}[linear]
     out = "float32" if linear.endswith(".head") else "bfloat16"
     return LinearSpec(n, k, FORMATS[weight], "decode", "bfloat16", out, bias=linear == "7b.qkv",
                       glu="swiglu" if swiglu else None, max_rows=rows)
@@ -83,7 +101,8 @@ def linear_job(linear: str, rows: int, weight: str = "bf16") -> Job:
     case = {"kind": "linear", "rows": rows, "n": spec.out_features, "k": spec.in_features, "weight": weight,
             "swiglu": spec.gated, "bias": spec.bias, "out_dtype": spec.out_dtype,
             "norm_epsilon": spec.norm_epsilon, "prepares_norm": spec.prepares_norm}
-    neighbour = NormSpec(HIDDEN[linear[:2]], 1e-5, "bfloat16", False) if rows <= BESIDE_ROWS and not folds else None
+    hidden = HIDDEN[linear.partition(".")[0]]
+    neighbour = NormSpec(hidden, 1e-5, "bfloat16", False) if rows <= BESIDE_ROWS and not folds else None
     name = f"{linear}@{rows}" if weight == "bf16" else f"{linear}.{weight}@{rows}"
     return Job(name, "cuda.linear", spec, rows, [case], neighbour, before,
                only=lambda choice: _likely(choice, spec) and (not folds or choice.get("family", "").startswith("gemm_rows")))
@@ -97,16 +116,25 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
         least = min(rows / 2 if rows >= 32 else rows, 64)
         return rows > 8 and choice["columns"] >= least and spread and (choice["share"] == 1 or rows > 64)
     if family == "gemm_rows":
+        if choice.get("strips", 1) > 1 and choice["warps"] not in (4, 8):
+            return False
         if rows > 8:       # its loads need the L1 cache, and gemm_few, which the others are, leaves it none in a step
             return False
         return choice["warps"] >= 4 or spec.out_features > 8192
     if family == "gemm_few_quant":
         return rows > 8 and (choice["split"] in (1, 2, 4, 8))
+    if family == "gemm_rows_bulk":
+        return rows <= 8
+    if family == "gemm_mixed":
+        return rows <= 512
     if family == "gemm_rows_quant":
-        likely = ({(4, 1), (4, 2), (8, 1), (8, 2), (8, 4), (16, 1)} if rows > 8 else
-                  {(4, 2), (4, 4), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1)})
+        if rows > 8 or (choice.get("strips", 1) > 1 and choice["warps"] not in (4, 8)):
+            return False
+        likely = {(4, 2), (4, 4), (8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1)}
         return (choice["warps"], choice["unroll"]) in likely
     if family == "gemm_many":
+        if rows <= 64 and spec.weight.quantized:
+            return False
         return rows < 1024 or (bool(choice.get("skew")) and (choice["cluster"] == 1 or "group_m" not in choice))
     return choice.get("algorithm", 0) < (6 if rows >= 64 else 3)
 
@@ -129,6 +157,20 @@ def attention_job(model: str, bucket: int) -> Job:
 def _likely_split(choice: dict[str, Any], bucket: int) -> bool:
     blocks = choice["blocks"]
     return blocks in ((66, 132, 264) if bucket == 1 else (132, 264, 396)) and choice["stages"] <= 3 and choice["warps"] >= 4
+
+
+def fused_job(model: str, rows: int) -> Job:
+    heads, kv_heads, dim = HEADS[model]
+    spec = AttentionSpec(2, heads, kv_heads, dim, dim, 16, 512, 8192, "bfloat16", "bfloat16", dim ** -0.5)
+    cases = [{"kind": "fused_attention", "rows": rows, "tokens": tokens, "spec": asdict(spec)} for tokens in FUSED_TOKENS]
+    return Job(f"{model}.fused_attention@{rows}", "cuda.rope_append_attention", FusedAttentionSpec(spec, rows), rows, cases,
+               only=lambda choice: _likely_cluster(choice, rows))
+
+
+def _likely_cluster(choice: dict[str, Any], rows: int) -> bool:
+    """Four warps were best wherever they fit; beyond 8 rows nothing beside them needs the L1 cache."""
+    return (choice["warps"] == 4 or (choice["warps"] == 2 and choice["key_tiles"] == 2)) and (
+        bool(choice["reserve"]) == (rows <= 8))
 
 
 def candidates(job: Job) -> list[dict[str, Any]]:
@@ -230,4 +272,6 @@ def _label(job: Job) -> str:
     spec = job.spec
     if isinstance(spec, LinearSpec):
         return f"linear_{spec.out_features}x{spec.in_features}"
+    if isinstance(spec, FusedAttentionSpec):
+        return "rope_append_attention"
     return f"norm_{spec.hidden_size}" if isinstance(spec, NormSpec) else "decode_attention"

@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from types import TracebackType
 from typing import IO, Any
 
@@ -75,10 +77,10 @@ class Worker:
         self._log = tempfile.TemporaryFile()
         self._answers, theirs = os.pipe()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "relaxpack.tuning.worker", str(theirs), str(os.getpid())], stdin=subprocess.PIPE,
-                stdout=self._log, stderr=self._log, pass_fds=(theirs,), start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **self._environment})
+            self._process = _starter().submit(
+                subprocess.Popen, [sys.executable, "-m", "relaxpack.tuning.worker", str(theirs), str(os.getpid())],
+                stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, pass_fds=(theirs,), start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **self._environment}).result()
         finally:
             os.close(theirs)
         self._receive(START_SECONDS)
@@ -117,6 +119,13 @@ class Worker:
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         how = f"crashed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
         return how + (f": {lines[-1][:200]}" if lines and code >= 0 else "")
+
+
+@cache
+def _starter() -> ThreadPoolExecutor:
+    """The one thread that starts children, and lives as long as this process: the kernel kills a child that asked for it
+    (`_die_with`) at the end of the thread that started it, not of the process."""
+    return ThreadPoolExecutor(1, "worker-starter")
 
 
 def _die_with(parent: int) -> None:

@@ -25,7 +25,6 @@ Choice = dict[str, Any]
 _ORDER = ("family", "columns", "strips", "warps", "unroll", "ahead", "stages", "consumers", "tile_n", "cluster", "split",
           "share", "blocks_per_sm", "skew", "group_m")
 ALGORITHMS = 6                   # of a library's ranking that are tried
-_CLUSTERS = {2: 66, 3: 39}      # clusters of so many blocks that are on an H200 at once, a block to each multiprocessor
 _TILE_START = 24                # what a tile costs beside its columns, in columns
 _REGISTERS, _OTHER_REGISTERS = 65536, 32    # of a multiprocessor; what a thread needs beside the weights it loads
 
@@ -76,11 +75,11 @@ def linear_space(spec: LinearSpec, convert: bool = False) -> Space:
     if spec.weight.quantized:
         found += _quantized(spec)
     elif rows <= 16:
-        found += ({"family": "gemm_rows", **one} for one in _rows_tilings(k, rows))
+        found += ({"family": "gemm_rows", **one} for one in _rows_tilings(n, k, rows))
     if not spec.weight.quantized or rows > linear.UNPACK_ROWS // 2:
         if rows <= 256:
             found += ({"family": "gemm_few", **one} for one in _few_tilings(n, k, rows))
-        if rows > 64:
+        if rows > 32:
             found += _many_tilings(spec)
     found += [{"library": library, **({"algorithm": place} if place else {})} for library in LIBRARIES
               if why_not(spec, library) is None for place in range(ALGORITHMS)]
@@ -98,23 +97,26 @@ def default_choice(spec: LinearSpec) -> Parameters:
     return {"family": name, **options}
 
 
-def _loads(chunks: int, words: int, threads: Sequence[int]) -> Iterator[Choice]:
+def _loads(n: int, k: int, words: int, threads: Sequence[int]) -> Iterator[Choice]:
     """How a block of the kernels for few rows takes the chunks of K: warps, chunks in flight, whether it loads a round
-    ahead, and how many blocks must fit a multiprocessor. `words`: registers of a chunk; `threads`: of a multiprocessor,
-    which bounds the registers of each. No more in flight than there is of K, and than registers hold."""
-    for ahead in (False, True):
-        for warps in (2, 4, 8, 16, 32):
-            for unroll in (1, 2, 4, 8):
-                for count in threads:
-                    blocks, flying = count // 32 // warps, (1 + ahead) * unroll
-                    fits = flying * words <= _REGISTERS // count - _OTHER_REGISTERS
-                    if blocks and fits and warps * flying <= max(chunks, 2):
-                        yield {"warps": warps, "unroll": unroll, **({"ahead": True} if ahead else {}),
-                               "blocks_per_sm": blocks}
+    ahead, strips of weight rows that share x (where there are many), and how many blocks must fit a multiprocessor.
+    `words`: registers of a chunk; `threads`: of a multiprocessor, which bounds the registers of each. No more in flight than
+    there is of K, and than registers hold."""
+    chunks = -(-k // 64)
+    for strips in (1, 2) if n > 8192 else (1,):
+        for ahead in (False, True):
+            for warps in (2, 4, 8, 16, 32):
+                for unroll in (1, 2, 4, 8):
+                    for count in threads:
+                        blocks, flying = count // 32 // warps, (1 + ahead) * unroll
+                        fits = flying * strips * words <= _REGISTERS // count - _OTHER_REGISTERS
+                        if blocks and fits and warps * flying <= max(chunks, 2):
+                            yield {**({"strips": strips} if strips > 1 else {}), "warps": warps, "unroll": unroll,
+                                   **({"ahead": True} if ahead else {}), "blocks_per_sm": blocks}
 
 
-def _rows_tilings(k: int, rows: int) -> Iterator[Choice]:
-    for one in _loads(-(-k // 64), 16, (512, 1024)):
+def _rows_tilings(n: int, k: int, rows: int) -> Iterator[Choice]:
+    for one in _loads(n, k, 16, (512, 1024)):
         yield {"columns": 8 if rows <= 8 else 16, **one}
 
 
@@ -129,7 +131,7 @@ def _few_tilings(n: int, k: int, rows: int) -> Iterator[Choice]:
         for consumers in (1, 2) if columns <= 64 else (2,):
             for per_sm in (1, 2) if columns <= 64 else (1,):
                 for share in (1, 2) if columns >= 64 and columns % 16 == 0 and consumers == 2 else (1,):
-                    for split in (1, 2, 3, 4, 6, 8):
+                    for split in (1, 2, 3, 4, 5, 6, 7, 8):
                         blocks = -(-n // (64 * consumers)) * split * -(-rows // columns)
                         fits = split * share <= 8 and k // 64 // split >= 4
                         fills = blocks >= 0.4 * linear.MULTIPROCESSORS or split == 8
@@ -145,11 +147,11 @@ def _many_tilings(spec: LinearSpec) -> Iterator[Choice]:
     assert spec.max_rows is not None
     n, rows = spec.out_features, spec.max_rows
     found: list[tuple[int, int, Choice]] = []
-    for tile in (64, 96, 128, 144, 160, 192, 208, 224, 240, 256):
-        for split in (1, 2, 3):
+    for tile in linear.TILE_WIDTHS:
+        for split in (1, 2, 3, 4):
             tiles = -(-rows // 128) * -(-n // tile)
             width = tile // split // (2 if spec.gated else 1)
-            if tile % split or width % 16 or (spec.gated and tile % 32) or (split > 1 and tiles > _CLUSTERS[split]):
+            if tile % split or width % 16 or (spec.gated and tile % 32) or (split > 1 and tiles > linear.CLUSTERS[split]):
                 continue
             waves = -(-tiles * split // linear.MULTIPROCESSORS)
             found.append((waves, waves * (tile // split + _TILE_START), {
@@ -170,9 +172,9 @@ def _quantized(spec: LinearSpec) -> Iterator[Choice]:
     """Kernels that read the packed weight: x in registers or in shared memory, sums or weights scaled."""
     assert spec.max_rows is not None
     n, k, rows, weight = spec.out_features, spec.in_features, spec.max_rows, spec.weight
-    chunks, words = -(-k // 64), 4 if weight.bits == 4 else 8
+    words = 4 if weight.bits == 4 else 8
     if rows <= 16 or weight.group_size == 16:
-        for one in _loads(chunks, words, (512, 1024)):
+        for one in _loads(n, k, words, (512, 1024)):
             yield {"family": "gemm_rows_quant", "columns": 8 if rows <= 8 else 16, **one}
     if rows <= 16:
         yield from ({"family": "gemm_rows_bulk", **one} for one in bulk_tilings(k, rows, weight))

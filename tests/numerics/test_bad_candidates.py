@@ -3,6 +3,7 @@ trial; the job goes on and never hangs. The candidates are real: compiled by LLV
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,16 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     import json
 
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_worker_outlives_the_thread_that_used_it_first() -> None:
+    """Candidates side by side are measured in threads that end; the processes they were the first to use go on."""
+    with Worker() as worker:
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(worker.call("os:getpid", timeout=60)))
+        thread.start()
+        thread.join()
+        assert [worker.call("os:getpid", timeout=60)] == found
 
 
 def test_a_worker_starts_again_after_each_kind_of_death() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from relaxpack.kernel_spec import AttentionSpec, LinearSpec, NormSpec
+from relaxpack.kernel_spec import AttentionSpec, FusedAttentionSpec, LinearSpec, NormSpec
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.schedules.tuning.tuned import TunedKernels
 from relaxpack.target import parse_target
@@ -64,6 +64,42 @@ def test_a_record_chooses_the_kernel_of_a_quantised_matmul() -> None:
     kernels, _ = _built(replace(record(bucket=16, target=SM_90, parameters=choice), workload=workload))
     kernel = kernels.linear(spec)
     assert kernel.source.startswith("tuned:") and "st2_wa4_sp4" in kernel.stages[0].name
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_every_choice_of_the_fused_attention_makes_a_kernel(rows: int) -> None:
+    spec = FusedAttentionSpec(replace(ATTENTION, num_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128), rows)
+    family = families_for(HOPPER)["cuda.rope_append_attention"]
+    part, = family.parts(spec)
+    choices = list(part.space.all())
+    assert len(choices) >= 20 and part.covers(rows) and not part.covers(rows + 1)
+    assert dict(part.space.default) not in choices
+    for choice in choices[::17]:
+        assert family.make(spec, choice).stages[0].name != family.make(spec, {}).stages[0].name
+    rule = CudaKernels(HOPPER).rope_append_attention(spec.attention, rows)
+    assert rule is not None and family.make(family.canonical(spec), {}).stages[0].name.startswith("rope_append_attention")
+    assert family.make(spec, part.space.default).stages[0].name == rule.stages[0].name
+
+
+def test_a_record_chooses_the_fused_attention_of_its_rows_alone() -> None:
+    spec, family = FusedAttentionSpec(ATTENTION, 4), families_for(HOPPER)["cuda.rope_append_attention"]
+    part, = family.parts(spec)
+    choice = next(one for one in part.space.all() if one["cluster"] != part.space.default["cluster"])
+    kernels, _ = _built(replace(record(bucket=4, target=SM_90, parameters=choice), workload=family.workload(spec)))
+    kernel, other = kernels.rope_append_attention(ATTENTION, 4), kernels.rope_append_attention(ATTENTION, 2)
+    assert kernel is not None and kernel.source.startswith("tuned:") and f"_c{choice['cluster']}w" in kernel.stages[0].name
+    assert other is not None and other.source == "rule:cuda.rope_append_attention"
+    assert kernels.rope_append_attention(ATTENTION, 4) is kernel
+    # Where the rule keeps the kernels apart there is nothing to choose.
+    assert family.parts(FusedAttentionSpec(ATTENTION, 4096)) == () and kernels.rope_append_attention(ATTENTION, 4096) is None
+
+
+def test_a_matmul_with_its_norm_inside_stays_one(rows: int = 8) -> None:
+    """Another kernel would bring the norm's own back, which no time of the matmul shows."""
+    space = families_for(HOPPER)["cuda.linear"].parts(linear(rows, norm_epsilon=1e-5))[0].space
+    assert {choice["family"] for choice in space.all()} == {"gemm_rows"}
+    plain = families_for(HOPPER)["cuda.linear"].parts(linear(rows))[0].space
+    assert {"gemm_rows", "gemm_few"} <= {choice.get("family") for choice in plain.all()}
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
