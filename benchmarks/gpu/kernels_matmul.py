@@ -251,7 +251,7 @@ class Bench:
             x = self.random((t, k), variant["dtype"])
             residual = self.random((t, width), variant["dtype"]) if options.get("residual") else None
             y = torch.full((t, width), float("nan"), device="cuda", dtype=getattr(torch, out_dtype))
-            given = [x, *map(self.view, buffers), *([] if bias is None else [bias]), *([] if residual is None else [residual])]
+            given = [x, *map(self.view, buffers), *(extra for extra in (bias, residual) if extra is not None)]
             fn(*given, y)
             z = exact(x, plain, bias, residual, swiglu, in_order=canonical is None)
             found.append(self.verdict(variant, t, y, z))
