@@ -78,11 +78,11 @@ SECTIONS = (
             _python("-m", "relaxpack", "verify", folder / "smollm2.bundle", "--device", "cuda", "--json")),
     Section("smollm2", "logits, captured against eager, crowd against alone on real weights", 40, lambda folder, out:
             _python(HERE / "check_bundle.py", "check", folder / "smollm2.bundle", folder / "smollm2.npz", out)),
-    Section("large_bundle", "a bundle in true size from a seed", 90, lambda folder, out: _python(
+    Section("large_bundle", "a bundle in true size from a seed", 60, lambda folder, out: _python(
         HERE / "random_bundle.py", folder / f"{MODEL}-bf16", folder / "large.bundle")),
     Section("first_token", "process start to first token, files in the page cache", 30, _first_token),
     Section("loading", "upload, plan against driver, capture of all buckets", 30, _measure("loading")),
-    Section("tables", "decode and prefill with graphs and without", 90, _measure("tables")),
+    Section("tables", "decode and prefill with graphs and without", 60, _measure("tables")),
     Section("latency", "launches, gap and share of the measured bandwidth of a step", 60, lambda folder, out: _python(
         "-m", "relaxpack", "bench", "latency", folder / "large.bundle", "--batch", "1,8,32,128", "--prompt-tokens", "512",
         "--output-tokens", "64", "--device", "cuda", "--json")),
