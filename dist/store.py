@@ -44,7 +44,8 @@ def open_store(path: Path) -> Store:
     try:
         size = store.size(MANIFEST)
     except MissingMemberError:
-        raise NotABundleError(f"{path} has no {MANIFEST}: not a relaxpack bundle") from None
+        hint = f"; it is a checkpoint: relaxpack build {path}" if (path / "config.json").is_file() else ""
+        raise NotABundleError(f"{path} has no {MANIFEST}: not a relaxpack bundle{hint}") from None
     if size > MAX_MANIFEST_BYTES:
         raise DamagedMemberError(f"{path}: {MANIFEST} has {size} bytes, more than {MAX_MANIFEST_BYTES}")
     return store
@@ -93,8 +94,9 @@ class ZipStore:
             with zipfile.ZipFile(path) as archive:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, zipfile.LargeZipFile, OSError, ValueError, NotImplementedError, struct.error):
-            raise NotABundleError(f"{path} is not a bundle: neither a folder nor a {SINGLE_FILE_SUFFIX} file "
-                                  "(or it was cut short)") from None
+            hint = f"; it is a checkpoint: relaxpack build {path}" if path.suffix == ".gguf" else " (or it was cut short)"
+            raise NotABundleError(f"{path} is not a bundle: neither a folder nor a {SINGLE_FILE_SUFFIX} file{hint}"
+                                  ) from None
         if len(infos) > MAX_MEMBERS + 1:
             raise DamagedMemberError(f"{path} holds {len(infos)} members, more than {MAX_MEMBERS}")
         self._infos: dict[str, zipfile.ZipInfo] = {}

@@ -61,6 +61,11 @@ class GrammarCompiler:
             raise RequestError(f"the {grammar.kind} grammar is not valid: {error}", grammar.param) from error
         if matcher.is_error():
             raise RequestError(f"the {grammar.kind} grammar is not valid: {_reason(matcher)}", grammar.param)
+        if grammar.kind == "json_schema":
+            begins = GrammarConstraint(matcher.deep_copy(), self._vocab_size).mask()
+            begins[self._end_token_ids] = False
+            if not begins.any():                            # {"$ref": "#"}, say
+                raise RequestError("the json_schema grammar is not valid: no JSON text satisfies it", grammar.param)
         return matcher
 
     def _source(self, grammar: Grammar) -> str:

@@ -41,6 +41,9 @@ def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str |
         raise UsageError(f"--measure with --batch {batch}: kernels are timed for one sequence; leave --batch out")
     with Bundle.open(bundle) as opened:
         entry = opened.target(target) if target or not measure else opened.select_target()
+        if batch > (most := opened.manifest.info_for(entry).max_batch):
+            raise UsageError(f"--batch {batch}: {bundle} was built for at most {most} sequences; choose up to that, or "
+                             f"build it with --max-batch {batch}")
         if one_pass is not None:
             _print_pass(opened.read_json(entry.explain).get("passes", []), one_pass, as_json)
             return

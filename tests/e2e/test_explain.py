@@ -136,6 +136,11 @@ def test_every_pass_that_runs_says_what_it_is_for(document: dict[str, Any]) -> N
     assert {p["name"] for p in document["passes"]} <= set(NOTES)
 
 
+def test_more_sequences_than_the_bundle_takes(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", str(tiny_bundle), "--batch", "9999"]) == 2
+    assert "--max-batch 9999" in capsys.readouterr().err
+
+
 def test_a_place_that_cannot_be_written(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", str(tiny_bundle), "--html", str(tmp_path / "no" / "x.html"), "--bandwidth", "20"]) == 2
     assert "choose another --html file" in capsys.readouterr().err

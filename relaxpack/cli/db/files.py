@@ -29,8 +29,9 @@ from relaxpack.tuning_record import Damaged
 @db_option
 @filter_options
 @click.option("--tvm", is_flag=True, help="Write TVM's two JSON files into the folder PATH (traces of one target only).")
+@click.option("--force", is_flag=True, help="Replace what is there.")
 @json_option
-def export(path: Path, location: str | None, tvm: bool, as_json: bool, here: bool, **filters: Any) -> None:
+def export(path: Path, location: str | None, tvm: bool, force: bool, as_json: bool, here: bool, **filters: Any) -> None:
     """Write records to PATH: one bundle (.jsonl), which `relaxpack db import` reads anywhere.
 
     \b
@@ -39,15 +40,18 @@ def export(path: Path, location: str | None, tvm: bool, as_json: bool, here: boo
       relaxpack db export tvm_database --tvm --here
     """
     from relaxpack.dist.tuning.records_file import SUFFIX, encode
-    from relaxpack.tvm_records import export_tvm
+    from relaxpack.tvm_records import WORKLOADS, export_tvm
 
     source = open_source(location)
     records = chosen(source.all(), here=this_machine() if here else None, **filters)
     left: list[Damaged] = []
+    if not tvm and (path.suffix != SUFFIX or path.is_dir()):
+        raise UsageError(f"{path}: a bundle's name ends in {SUFFIX}; for TVM's two files give a folder and --tvm")
+    there = path / WORKLOADS if tvm else path
+    if there.exists() and not force:
+        raise UsageError(f"{there} exists already; choose another name, or --force to replace it")
     if tvm:
         count, left = export_tvm(records, path)
-    elif path.suffix != SUFFIX or path.is_dir():
-        raise UsageError(f"{path}: a bundle's name ends in {SUFFIX}; for TVM's two files give a folder and --tvm")
     else:
         beside = path.with_name(f".{path.name}.partial")
         beside.write_bytes(encode(records))

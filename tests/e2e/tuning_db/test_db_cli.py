@@ -166,6 +166,8 @@ def test_export_and_import_of_a_bundle(db: Cli, tmp_path: Path, records: dict[st
     assert db.json("import", str(bundle), "--db", fresh)["known"] == 3
     only = db.json("import", str(bundle), "--here", "--db", str(tmp_path / "only.sqlite"))
     assert sorted(only["new"]) == sorted(records[name].id for name in ("best", "beaten"))
+    assert "--force to replace it" in db("export", str(bundle)) and db.code == 2
+    assert "3 records" in db("export", str(bundle), "--name", "cpu.gemv", "--target", "cpu", "--force")
     assert "a bundle's name ends in .jsonl" in db("export", str(tmp_path / "a.json")) and db.code == 2
     assert db.json("ls", "--db", str(bundle))["count"] == 3                 # a bundle can be read like a database
 

@@ -268,6 +268,15 @@ def test_not_a_bundle(tmp_path: Path, make) -> None:
         Bundle.open(path)
 
 
+@pytest.mark.parametrize("name", ["checkpoint/config.json", "model.gguf"])
+def test_a_checkpoint_is_told_from_a_bundle(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("{}")
+    checkpoint = tmp_path / name if name.endswith(".gguf") else tmp_path / "checkpoint"
+    with pytest.raises(NotABundleError, match=f"it is a checkpoint: relaxpack build .*{checkpoint.name}$"):
+        Bundle.open(checkpoint)
+
+
 def test_a_cut_manifest_is_named_with_its_bundle(tmp_path: Path) -> None:
     write_bundle(tmp_path / "x.bundle")
     (tmp_path / "x.bundle" / "manifest.json").write_text("{")

@@ -87,6 +87,7 @@ def test_masks_follow_the_grammar_token_by_token(tokenizer, compiler):
 
 @pytest.mark.parametrize("grammar", [
     Grammar("json_schema", '{"type": 3}'), Grammar("json_schema", "{"), Grammar("regex", "(ab"), Grammar("lark", "foo"),
+    Grammar("json_schema", '{"$ref": "#"}'),
 ])
 def test_bad_grammars_are_refused_before_they_run(tokenizer, compiler, grammar):
     with pytest.raises(RequestError, match=f"the {grammar.kind} grammar is not valid") as caught:
