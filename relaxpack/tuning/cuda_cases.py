@@ -7,6 +7,7 @@ is none that an indexing mistake would be off by. They are exact in 16 bits, sca
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from relaxpack.kernel_spec import NORM_GROUP, AttentionSpec, FusedAttentionSpec, LinearSpec, NormSpec
 from relaxpack.schedules.kernels.cuda.packing import pack, weight_layout
-from relaxpack.tuning.cases import Pages, attend, random_pages, rope_table
+from relaxpack.tuning.cases import Case, Pages, attend, random_pages, rope_table
 from relaxpack.weight_format import WHOLE_ROW, QuantizedTensor, WeightFormat
 
 TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 3e-5}      # relative error of a whole output
@@ -50,10 +51,27 @@ class GpuCase:
     variants: list[dict[str, Any]] = field(default_factory=list)
     expected: dict[str, np.ndarray] = field(default_factory=dict)     # float64, NaN where NaN must stay; pages: of the layer
     tolerance: float = TOLERANCE["bfloat16"]
+    bounds: dict[str, np.ndarray] = field(default_factory=dict)       # of each element, in place of a tolerance
     read_bytes: int = 0                                               # of a call, about
 
     def bytes_of_copy(self) -> int:
         return sum(self.buffers[name].nbytes for name in self.copied)
+
+
+    def share(self, name: str, got: np.ndarray) -> float:
+        """The error of an output as a share of what is allowed; infinite where NaN is on one side only."""
+        expected, wide = self.expected[name], got.astype(np.float64)
+        if wide.ndim > expected.ndim:
+            wide = wide[self.buffers["layer"]]
+        there = ~np.isnan(expected)
+        if not np.array_equal(~np.isnan(wide), there):
+            return math.inf
+        error = np.abs((wide - expected)[there])
+        if name in self.bounds:
+            share = float((error / self.bounds[name][there]).max(initial=0.0))
+        else:
+            share = float(np.linalg.norm(error) / max(float(np.linalg.norm(expected[there])), 1e-30)) / self.tolerance
+        return share if math.isfinite(share) else math.inf
 
 
 def dtype_of(name: str) -> Any:
@@ -77,6 +95,16 @@ def check_cases(family: str, spec: Any, bucket: int, seed: int) -> list[GpuCase]
     if family == "cuda.rope_append_attention":
         return [_fused(spec.attention, spec.rows, seed)]
     raise KeyError(family)
+
+
+def primfunc_gpu_case(case: Case) -> GpuCase:
+    """Of a function that no kernel covers: its buffers are named by their places."""
+    first = case.sets[0]
+    outputs = tuple(str(i) for i in case.outputs)
+    return GpuCase(1, {str(i): value for i, value in enumerate(first)}, outputs,
+                   tuple(str(i) for i, value in enumerate(first) if isinstance(value, np.ndarray)),
+                   expected=dict(zip(outputs, case.expected, strict=False)),
+                   bounds=dict(zip(outputs, case.bounds, strict=False)))
 
 
 def timing_cases(family: str, spec: Any, bucket: int, seed: int, rotate: int) -> list[GpuCase]:

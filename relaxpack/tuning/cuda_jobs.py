@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
-from relaxpack.kernel_spec import Kernel, LinearSpec, NormSpec
+from relaxpack.kernel_spec import Kernel, LinearSpec, NormSpec, Stage
 from relaxpack.target import TargetSpec
-from relaxpack.tuning.cuda_cases import GpuCase, check_cases, poisoned, timing_cases
+from relaxpack.tuning.cuda_cases import GpuCase, check_cases, poisoned, primfunc_gpu_case, timing_cases
 from relaxpack.tuning.cuda_device import Gpu
+from relaxpack.tuning.primfunc_cases import primfunc_case, primfunc_sets
 from relaxpack.tuning.rounds import Rounds
 from relaxpack.tuning.specs import family_and_spec
 from relaxpack.tuning_record import Facts, Workload
@@ -35,6 +36,7 @@ CALLS, LONG_US = 40, 150.0   # of a graph at least, where they are short: starti
 MOST_SETS = 40
 ROTATE = 5                   # times the L2 cache
 _FATAL = ("illegal", "unspecified launch", "misaligned", "cudaerrorassert", "sticky", "hardware stack")
+ENTRY = "relaxpack_candidate"
 Buffers = dict[str, Any]
 Launch = Callable[[Buffers], None]
 _clocks: dict[str, Any] = {}
@@ -49,6 +51,8 @@ def compile_candidate(workload: Workload, choice: dict[str, Any], target: Target
     from relaxpack.tuning.candidates import prim_func
 
     kernel = prim_func(workload, choice, target)
+    if workload.kind == "primfunc":
+        kernel = Kernel((Stage(kernel, ENTRY, tuple(str(i) for i in range(len(kernel.params))), ()),), "primfunc")
     module = tvm.IRModule({stage.name: stage.func.with_attr("global_symbol", stage.name) for stage in kernel.stages})
     compile_module(module, target).export_library(path)
     description_of(path).write_text(json.dumps(described(kernel)))
@@ -66,6 +70,8 @@ def description_of(path: str) -> Path:
 
 def neighbour_of(workload: Workload, bucket: int) -> NormSpec | None:
     """The norm that is beside this matmul in a step, where its own kernel does not hold it."""
+    if workload.kind == "primfunc":
+        return None
     family, spec = family_and_spec(workload)
     if family != "cuda.linear" or bucket > BESIDE_ROWS or spec.norm_epsilon is not None or spec.prepares_norm:
         return None
@@ -129,24 +135,12 @@ def _check(path: str, workload: Workload, bucket: int, seed: int) -> tuple[float
                 gpu.write(placed[name], case.buffers[name])          # poisoned, or as it was before
             stages.bound(case.rows)(placed)
             results.append({name: gpu.numpy(placed[name]) for name in case.expected})
-        for name, expected in case.expected.items():
+        for name in case.expected:
             first, second = (result[name] for result in results)
-            error = relative_error(first if first.ndim == expected.ndim else first[case.buffers["layer"]], expected)
-            share = error / case.tolerance if first.tobytes() == second.tobytes() else math.inf
+            share = case.share(name, first) if first.tobytes() == second.tobytes() else math.inf
             if share >= worst:
                 worst, where = share, f"{name}, {case.rows} rows"
     return worst, where
-
-
-def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
-    """Of the whole output, in the Euclidean norm; infinite where NaN is on one side only."""
-    missing = np.isnan(expected)
-    wide = got.astype(np.float64)
-    if not np.array_equal(np.isnan(wide), missing):
-        return math.inf
-    there = ~missing
-    error = float(np.linalg.norm((wide - expected)[there]) / max(float(np.linalg.norm(expected[there])), 1e-30))
-    return error if math.isfinite(error) else math.inf
 
 
 def _time_in_turn(paths: Sequence[str], workload: Workload, bucket: int, seed: int, rounds: int, seconds: float,
@@ -227,17 +221,23 @@ class _Stages:
 
 @lru_cache(maxsize=1)
 def _checks(workload: Workload, bucket: int, seed: int) -> list[tuple[GpuCase, Buffers]]:
-    gpu, (family, spec) = open_gpu(), family_and_spec(workload)
-    cases = check_cases(family, spec, bucket, seed)
+    gpu = open_gpu()
+    if workload.kind == "primfunc":
+        cases = [primfunc_gpu_case(primfunc_case(workload, seed))]
+    else:
+        cases = check_cases(*family_and_spec(workload), bucket, seed)
     return [(case, {name: gpu.place(value) for name, value in case.buffers.items()}) for case in cases]
 
 
 @lru_cache(maxsize=1)
 def _timings(workload: Workload, bucket: int, seed: int) -> list[tuple[GpuCase, list[Buffers]]]:
-    gpu, (family, spec) = open_gpu(), family_and_spec(workload)
+    gpu, found = open_gpu(), []
     rotate = ROTATE * gpu.l2_bytes()
-    found = []
-    for case in timing_cases(family, spec, bucket, seed, rotate):
+    if workload.kind == "primfunc":
+        cases = [primfunc_gpu_case(primfunc_sets(workload, seed, 1))]
+    else:
+        cases = timing_cases(*family_and_spec(workload), bucket, seed, rotate)
+    for case in cases:
         first = {name: gpu.place(value) for name, value in case.buffers.items()}
         variants = [{name: gpu.place(value) for name, value in one.items()} for one in case.variants] or [{}]
         count = max(2, min(MOST_SETS, -(-rotate // case.bytes_of_copy()))) if case.copied else 1

@@ -9,6 +9,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
@@ -26,18 +27,18 @@ def primfunc_case(workload: Workload, seed: int) -> Case:
     func = workload_module(workload)["main"]
     outputs = written(func)
     arguments = random_arguments(func, outputs, seed)
-    wide = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in arguments]
+    wide = [a.astype(np.float64) if is_float(a.dtype) else a for a in arguments]
     exact = _run(_widened(workload), wide, outputs)
     plain = _run(_compiled(workload), arguments, outputs)
     bounds = []
     for expected, got in zip(exact, plain, strict=True):
-        if got.dtype.kind != "f":
+        if not is_float(got.dtype):
             bounds.append(np.full(expected.shape, 1e-9))
             continue
         with np.errstate(invalid="ignore"):
             own = np.nanmax(np.abs(got.astype(np.float64) - expected), initial=0.0)
-        step = np.finfo(got.dtype).eps * np.nanmax(np.abs(expected), initial=0.0)
-        bounds.append(np.full(expected.shape, ORDERS * own + 4 * step + np.finfo(got.dtype).tiny))
+        step = float(ml_dtypes.finfo(got.dtype).eps) * np.nanmax(np.abs(expected), initial=0.0)
+        bounds.append(np.full(expected.shape, ORDERS * own + 4 * step + float(ml_dtypes.finfo(got.dtype).tiny)))
     return Case([arguments], outputs, list(exact), bounds)
 
 
@@ -48,6 +49,10 @@ def primfunc_sets(workload: Workload, seed: int, rotate: int) -> Case:
     arguments = random_arguments(func, outputs, seed)
     count = max(1, min(MAX_SETS, -(-rotate // max(1, sum(a.nbytes for a in arguments)))))
     return Case([[a.copy() for a in arguments] for _ in range(count)], outputs)
+
+
+def is_float(dtype: Any) -> bool:
+    return bool(dtype.kind == "f" or dtype == ml_dtypes.bfloat16)
 
 
 def written(func: Any) -> tuple[int, ...]:
@@ -73,7 +78,7 @@ def random_arguments(func: Any, outputs: tuple[int, ...], seed: int) -> list[np.
     arguments = []
     for i, (buffer, shape) in enumerate(zip(buffers, shapes, strict=True)):
         dtype = np.dtype(str(buffer.dtype))
-        if dtype.kind == "f":
+        if is_float(dtype):
             values = np.full(shape, np.nan, dtype) if i in outputs else rng.standard_normal(shape).astype(dtype)
         else:
             values = rng.integers(0, max(1, smallest), shape).astype(dtype)

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from relaxpack import __version__
+from relaxpack.errors import EnvironmentProblem
 from relaxpack.schedules.tuning.noise import MIN_PAIRS, Verdict, compare, compare_rounds
 from relaxpack.schedules.tuning.search import Search
 from relaxpack.target import TargetSpec
@@ -125,6 +126,11 @@ class TuningSession:
             return self._search(task, outcome, key, known, budget, end)
         except CandidateFailed as error:
             outcome.why = f"the untuned kernel: {error}"
+            return outcome
+        except EnvironmentProblem as error:
+            if task.part is not None:
+                raise
+            outcome.why = str(error)           # MetaSchedule's packages are missing; our own spaces need none of them
             return outcome
 
     def _search(self, task: Task, outcome: Outcome, key: Mapping[str, Any], known: TuningRecord | None, budget: int,

@@ -21,8 +21,18 @@ FAILED_SECONDS = 1e10     # what TVM's database notes for a candidate that did n
 _PER_ROUND = 16
 
 
+# What the rules of MetaSchedule ask of a GPU: threads and static shared memory of a block, which every card of today has.
+_GPU_LIMITS = {"max_threads_per_block": 1024, "max_shared_memory_per_block": 48 << 10, "thread_warp_size": 32}
+
+
 class Stopped(Exception):
     """The caller's time is up."""
+
+
+def _with_limits(target: TargetSpec) -> Any:
+    if target.kind != "cuda":
+        return target.to_tvm()
+    return tvm.target.Target({"kind": "cuda", "arch": target.arch, **_GPU_LIMITS}, host="llvm")
 
 
 def search(func: Any, target: TargetSpec, folder: Path, trials: int, try_candidate: Callable[[Any], float],
@@ -38,7 +48,7 @@ def search(func: Any, target: TargetSpec, folder: Path, trials: int, try_candida
     logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.WARNING)
     builder, runner, interrupted = _measuring(ms, try_candidate, stop)
     module = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
-    tvm_target = target.to_tvm()
+    tvm_target = _with_limits(target)
     folder.mkdir(parents=True, exist_ok=True)
     database = ms.database.JSONDatabase(work_dir=str(folder))
     left = trials - len(database)

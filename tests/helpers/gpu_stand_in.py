@@ -18,6 +18,7 @@ from relaxpack.tuning.worker import CandidateFailed
 from relaxpack.tuning_record import Facts
 
 Kernel = Callable[..., None]
+L2_BYTES = 1 << 16
 
 
 class StandInGpu:
@@ -33,12 +34,14 @@ class StandInGpu:
     def _function(self, name: str, names: Sequence[str]) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
             self.called.append(name)
-            self.kernel_of(name)(**{key.replace(".", "_"): value for key, value in zip(names, arguments, strict=True)})
+            given = {("b" + key if key.isdigit() else key.replace(".", "_")): value
+                     for key, value in zip(names, arguments, strict=True)}
+            self.kernel_of(name)(**given)
 
         return call
 
     def l2_bytes(self) -> int:
-        return 1 << 16
+        return L2_BYTES
 
     def place(self, value: Any) -> Any:
         return np.resize(value.block, value.shape) if isinstance(value, Repeated) else (

@@ -26,12 +26,12 @@ def record(name: str = "cpu.gemv", us: float = 10.0, *, bucket: int | None = 4, 
     return replace(made, **changes)
 
 
-def doubling() -> Any:
+def doubling(dtype: str = "float32") -> Any:
     """A PrimFunc B = 2 A of 64x64 floats, unscheduled."""
     import relaxpack.tvm_setup  # noqa: F401
     from tvm import te
 
-    a = te.placeholder((64, 64), name="A")
+    a = te.placeholder((64, 64), dtype, name="A")
     return te.create_prim_func([a, te.compute((64, 64), lambda i, j: a[i, j] * 2, name="B")])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -15,13 +16,19 @@ from relaxpack.schedules.kernels.cuda.norm import NormTuning, norm_kernel
 from relaxpack.schedules.kernels.cuda.packing import pack, weight_layout
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
 from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import FusedTuning
+from relaxpack.target import parse_target
+from relaxpack.tuning import cuda_jobs
 from relaxpack.tuning.cuda_cases import PERIOD, GpuCase, Repeated, _weights, check_cases, random_quantized, timing_cases
-from relaxpack.tuning.cuda_jobs import neighbour_of, relative_error
+from relaxpack.tuning.cuda_jobs import neighbour_of
 from relaxpack.tuning.specs import as_asked, family_and_spec
 from relaxpack.tuning_record import Workload
+from relaxpack.tvm_records import primfunc_workload
 from relaxpack.weight_format import FORMATS, QuantizedTensor
+from tests.helpers import gpu_stand_in
 from tests.helpers.cuda_emulator import EmulatedModule
 from tests.helpers.cuda_harness import can_generate, generate_source, tensor_maps
+from tests.helpers.gpu_stand_in import StandInGpu
+from tests.helpers.tuning_records import doubling
 
 pytestmark = pytest.mark.skipif(not can_generate(), reason="no CUDA code generator")
 ATTENTION = AttentionSpec(2, 8, 2, 64, 64, 16, 64, 1024, "bfloat16", "bfloat16", 0.125)
@@ -45,11 +52,7 @@ def _run(kernel: Kernel, case: GpuCase, grid: tuple[int, ...], threads: int, clu
 
 
 def _error(case: GpuCase, held: dict[str, np.ndarray]) -> float:
-    worst = 0.0
-    for name, expected in case.expected.items():
-        got = held[name] if held[name].ndim == expected.ndim else held[name][case.buffers["layer"]]
-        worst = max(worst, relative_error(got, expected) / case.tolerance)
-    return worst
+    return max(case.share(name, held[name]) for name in case.expected)
 
 
 @pytest.mark.parametrize("spec", [
@@ -133,3 +136,23 @@ def test_a_matmul_is_measured_as_a_build_has_it() -> None:
     behind = _linear(256, 512, 4, residual=True, prepares_norm=True)
     asked = as_asked("cuda.linear", behind)
     assert asked is not None and family_and_spec(asked)[1] == behind
+
+
+def test_a_function_without_a_kernel_is_checked_element_by_element(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled for the GPU by dlight's schedule, called with its buffers in order, and right or wrong."""
+    workload = primfunc_workload(doubling("bfloat16"), "doubling")
+    library = tmp_path / "doubling.so"
+    cuda_jobs.compile_candidate(workload, {"kind": "trace", "trace": [[], []]}, parse_target("cuda:sm_90a"), str(library))
+    assert library.stat().st_size > 1000
+    factor = 2.0
+
+    def double(**buffers: np.ndarray) -> None:
+        first, second = (buffers[name] for name in sorted(buffers))
+        second[...] = first * factor
+
+    gpu_stand_in.use(monkeypatch, StandInGpu(lambda name: double, lambda name: 5.0))
+    assert cuda_jobs.check(str(library), workload, 1, 0)[0] <= 1
+    rounds, = cuda_jobs.time_in_turn([str(library)], workload, 1, 0, 9, 1.0)
+    assert len(rounds.times_us) == 9 and rounds.rotated_bytes >= gpu_stand_in.L2_BYTES
+    factor = 2.1
+    assert cuda_jobs.check(str(library), workload, 1, 0)[0] > 1
