@@ -1,6 +1,6 @@
 """Tunes the CUDA kernels: built where a compiler is, timed where a GPU is, decided and stored anywhere.
 
-    python -m benchmarks.gpu.tune prepare FOLDER [--only 8b.o@ norm ...]                 # nvcc, no GPU
+    python -m benchmarks.gpu.tune prepare FOLDER [--only 8b.o@ norm ...] [--processes 16]  # nvcc, no GPU
     python benchmarks/gpu/tune.py run FOLDER --out RESULT.json [--limit SECONDS]          # TVM's runtime and torch
     python -m benchmarks.gpu.tune store RESULT.json --db DATABASE                         # anywhere
     python -m benchmarks.gpu.tune table RESULT.json                                       # rule, tuned, torch, roofline
@@ -31,15 +31,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("tune.json"))
     parser.add_argument("--limit", type=float, default=480, help="seconds of a run")
     parser.add_argument("--cache", type=Path, help="libraries of earlier preparations")
+    parser.add_argument("--processes", type=int, default=1, help="compilers side by side")
+    parser.add_argument("--per-module", type=int, default=24, help="kernels of a library")
+    parser.add_argument("--declared", action="store_true", help="prepare: only the set by which tuning is judged")
     parser.add_argument("--broken", default="[]", help=argparse.SUPPRESS)
     parser.add_argument("--db", default="h200.sqlite")
     parser.add_argument("--no-library", action="store_true", help="store, table, condense: kernels of ours alone")
     options = parser.parse_args()
     if options.command == "prepare":
-        from benchmarks.gpu.tune_tasks import jobs, prepare
+        from benchmarks.gpu.tune_tasks import declared, jobs, prepare
 
-        chosen = [job for job in jobs() if not options.only or any(part in job.name for part in options.only)]
-        prepare(options.path, chosen, options.cache)
+        known = declared() if options.declared else jobs()
+        chosen = [job for job in known if not options.only or any(part in job.name for part in options.only)]
+        prepare(options.path, chosen, options.cache, options.processes, options.per_module)
     elif options.command == "run":
         from benchmarks.gpu.tune_device import run
 

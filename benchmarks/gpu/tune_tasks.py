@@ -7,8 +7,10 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from relaxpack.kernel_spec import AttentionSpec, FusedAttentionSpec, Kernel, Lin
 from relaxpack.schedules.tuning.cuda_linear_spaces import default_choice
 from relaxpack.target import parse_target
 from relaxpack.tuning.candidates import families_for
+from relaxpack.tuning.cuda_jobs import described
+from relaxpack.tuning.worker import Worker
 from relaxpack.tuning_record import canonical
 from relaxpack.weight_format import FORMATS
 
@@ -180,7 +184,11 @@ def candidates(job: Job) -> list[dict[str, Any]]:
     return [dict(part.space.default), *(choice for choice in part.space.all() if job.only(choice))]
 
 
-def prepare(folder: Path, chosen: Sequence[Job], cache: Path | None = None) -> None:
+Wanted = tuple[str, Any, dict[str, Any]]        # family, spec, choice; "unpack" for the first stage of an unpacked product
+
+
+def prepare(folder: Path, chosen: Sequence[Job], cache: Path | None = None, processes: int = 1,
+            per_module: int = PER_MODULE) -> None:
     """All candidates, compiled, and `INDEX`. `cache`: a folder of libraries of earlier calls; what has not changed is taken
     from there."""
     from relaxpack.fingerprint import compiler_fingerprint
@@ -188,67 +196,113 @@ def prepare(folder: Path, chosen: Sequence[Job], cache: Path | None = None) -> N
     start = time.perf_counter()
     families = families_for(parse_target(TARGET))
     folder.mkdir(parents=True, exist_ok=True)
-    funcs: dict[str, Any] = {}
+    wanted: dict[str, Wanted] = {}
     tasks: list[dict[str, Any]] = []
-    libraries: dict[str, str] = {}
+    groups: list[list[str]] = []
 
-    def entry(kernel: Kernel, key: object) -> dict[str, Any]:
-        stages = []
-        for number, stage in enumerate(kernel.stages):
-            name = "k_" + hashlib.sha256(canonical([key, number]).encode()).hexdigest()[:12]
-            funcs.setdefault(name, stage.func)
-            stages.append({"function": name, "arguments": [*stage.inputs, *stage.outputs]})
-        return {"stages": stages, "temporaries": {name: [list(shape), dtype]
-                                                  for name, (shape, dtype) in kernel.temporaries.items()}}
+    def want(one: Wanted) -> str:
+        family, spec, choice = one
+        if isinstance(spec, LinearSpec):
+            spec = replace(spec, max_rows=None)         # one kernel for several row counts
+        key = canonical([family, asdict(spec), choice])
+        new.setdefault(str(choice.get("family", "")), {})[key] = one
+        return key
 
-    compiler, made = dict(compiler_fingerprint("cuda")), dict[str, dict[str, Any]]()
-    for number, job in enumerate(chosen):
-        family, found = families[job.family], []
-        for choice in candidates(job):
-            spec = replace(job.spec, max_rows=None) if isinstance(job.spec, LinearSpec) else job.spec
-            key = canonical([job.family, asdict(spec), choice])         # one kernel for several row counts
-            if key not in made:
-                made[key] = entry(family.make(job.spec, choice), key)
-            found.append({"choice": choice, **made[key]})
+    for job in chosen:
+        new: dict[str, dict[str, Wanted]] = {}          # so that a change of one kernel leaves the libraries of the others
+        found = [{"choice": choice, "kernel": want((job.family, job.spec, choice))} for choice in candidates(job)]
         task = {"name": job.name, "bucket": job.bucket, "cases": list(job.cases), "candidates": found,
-                "workload": asdict(family.workload(job.spec, _label(job)))}
+                "workload": asdict(families[job.family].workload(job.spec, _label(job)))}
         if job.beside is not None:
-            neighbour = families["cuda.norm"].make(job.beside, {"dependent_launch": True})
             task["beside"] = {"before": job.before, "h": job.beside.hidden_size,
-                              **entry(neighbour, ["beside", asdict(job.beside)])}
+                              "kernel": want(("cuda.norm", job.beside, {"dependent_launch": True}))}
         if isinstance(job.spec, LinearSpec) and job.spec.weight.quantized:
-            from relaxpack.schedules.kernels.cuda.linear import unpacked
-
-            plain = job.spec.without_norm()
-            task["unpack"] = entry(unpacked(plain, True), ["unpack", asdict(replace(plain, max_rows=None))])
-            task["unpack"]["stages"] = task["unpack"]["stages"][:1]
+            task["unpack"] = {"kernel": want(("unpack", job.spec.without_norm(), {}))}
         tasks.append(task)
-        groups: dict[str, list[str]] = {}       # so that a change of one kernel leaves the libraries of the others
-        for one in _launched(task):
-            group = groups.setdefault(one.get("choice", {}).get("family", ""), [])
-            group += [stage["function"] for stage in one["stages"]]
-        for group in groups.values():
-            new = [name for name in dict.fromkeys(group) if name not in libraries]
-            for first in range(0, len(new), PER_MODULE):
-                part = {name: funcs[name] for name in new[first:first + PER_MODULE]}
-                libraries |= dict.fromkeys(part, _library(part, folder, cache))
-        print(f"{number + 1}/{len(chosen)} {job.name}: {len(found)} candidates, {len(libraries)} kernels so far, "
+        for group in new.values():
+            keys = [key for key in group if key not in wanted]
+            wanted |= group
+            groups += [keys[first:first + per_module] for first in range(0, len(keys), per_module)]
+
+    libraries: dict[str, str] = {}
+    made: dict[str, dict[str, Any]] = {}
+    for number, (library, entries) in enumerate(_compiled(groups, wanted, folder, cache, processes)):
+        made |= entries
+        libraries |= {stage["function"]: library for entry in entries.values() for stage in entry["stages"]}
+        print(f"{number + 1}/{len(groups)} {library}: {len(made)} of {len(wanted)} kernels, "
               f"{time.perf_counter() - start:.0f} s", flush=True)
-        index = {"tasks": tasks, "libraries": libraries, "compiler": compiler}      # after each job: the folder is of use
-        (folder / f"{INDEX}.xz").write_bytes(lzma.compress(json.dumps(index).encode(), preset=1))
+    for task in tasks:
+        for one in _launched(task):
+            one |= made[one.pop("kernel")]
+    index = {"tasks": tasks, "libraries": libraries, "compiler": dict(compiler_fingerprint("cuda"))}
+    (folder / f"{INDEX}.xz").write_bytes(lzma.compress(json.dumps(index).encode(), preset=1))
     size = sum(path.stat().st_size for path in folder.iterdir())
     count = sum(len(task["candidates"]) for task in tasks)
-    print(f"{len(tasks)} tasks, {count} candidates, {len(libraries)} kernels, {size / 1e6:.1f} MB")
+    print(f"{len(tasks)} tasks, {count} candidates, {len(libraries)} kernels, {size / 1e6:.1f} MB, "
+          f"{time.perf_counter() - start:.0f} s")
+
+
+def _compiled(groups: Sequence[Sequence[str]], wanted: Mapping[str, Wanted], folder: Path, cache: Path | None,
+              processes: int) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """What `compile_group` says of each, as they come."""
+    pairs = [[(key, wanted[key]) for key in group] for group in groups if group]
+    if processes == 1:
+        yield from (compile_group(group, folder, cache) for group in pairs)
+        return
+    free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    workers = [Worker() for _ in range(processes)]
+    for worker in workers:
+        free.put(worker)
+
+    def one(group: list[tuple[str, Wanted]]) -> tuple[str, dict[str, dict[str, Any]]]:
+        worker = free.get()
+        try:
+            answer: tuple[str, dict[str, dict[str, Any]]] = worker.call("benchmarks.gpu.tune_tasks:compile_group", group,
+                                                                        folder, cache, timeout=900)
+            return answer
+        finally:
+            free.put(worker)
+
+    try:
+        with ThreadPoolExecutor(processes) as pool:
+            for done in as_completed([pool.submit(one, group) for group in pairs]):
+                yield done.result()
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def compile_group(group: Sequence[tuple[str, Wanted]], folder: Path,
+                  cache: Path | None) -> tuple[str, dict[str, dict[str, Any]]]:
+    """(name of the library in `folder` that has these kernels, how each is called)."""
+    funcs: dict[str, Any] = {}
+    entries: dict[str, dict[str, Any]] = {}
+    for key, one in group:
+        kernel = _kernel(one)
+        entries[key] = described(kernel)
+        for number, (stage, told) in enumerate(zip(kernel.stages, entries[key]["stages"], strict=True)):
+            told["function"] = "k_" + hashlib.sha256(canonical([key, number]).encode()).hexdigest()[:12]
+            funcs[told["function"]] = stage.func
+    return _library(funcs, folder, cache), entries
+
+
+def _kernel(one: Wanted) -> Kernel:
+    family, spec, choice = one
+    if family != "unpack":
+        kernel: Kernel = families_for(parse_target(TARGET))[family].make(spec, choice)
+        return kernel
+    from relaxpack.schedules.kernels.cuda.linear import unpacked
+
+    return replace(unpacked(spec, True), stages=unpacked(spec, True).stages[:1], temporaries={})
 
 
 def _library(part: dict[str, Any], folder: Path, cache: Path | None) -> str:
-    """Name of the library in `folder` that has these kernels."""
     import relaxpack.tvm_setup  # noqa: F401
     import tvm
     from relaxpack.schedules.cuda_compile import compile_module
 
-    described = "".join(f"{name} {func.script()}" for name, func in part.items())
-    name = f"tune-{hashlib.sha256(described.encode()).hexdigest()[:16]}.so"
+    texts = "".join(f"{name} {func.script()}" for name, func in part.items())
+    name = f"tune-{hashlib.sha256(texts.encode()).hexdigest()[:16]}.so"
     packed, kept = folder / f"{name}.xz", cache / f"{name}.xz" if cache is not None else None
     if kept is not None and kept.exists():
         packed.write_bytes(kept.read_bytes())
