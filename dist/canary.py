@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from relaxpack.dist.integrity import canonical_json, parse_json
 from relaxpack.errors import DamagedMemberError, NewerFormatError
+from relaxpack.model_info import FP8
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,9 +28,11 @@ _TOLERANCE = {"f32": 2e-3, "f16": 5e-2, "bf16": 2e-1}
 _QUANTIZED_TOLERANCE = 2e-1
 
 
-def tolerance(weight_formats: Iterable[str], activation_dtype: str = "float32") -> float:
-    """Tolerance for logits of a model whose linear weights have these formats: the largest of theirs."""
+def tolerance(weight_formats: Iterable[str], activation_dtype: str = "float32", kv_dtype: str = "") -> float:
+    """Tolerance for logits of a model whose linear weights have these formats: the largest of theirs. e4m3 pages turn a
+    change of the last bit into a step too."""
     values = [_TOLERANCE.get(name, _QUANTIZED_TOLERANCE) for name in weight_formats]
+    values.append(_QUANTIZED_TOLERANCE if kv_dtype == FP8 else 0.0)
     values.append({"float32": 0.0, "float16": 5e-2, "bfloat16": 2e-1}.get(activation_dtype, _QUANTIZED_TOLERANCE))
     return max(values)
 
@@ -41,10 +44,11 @@ _FOREIGN = {"float32": 5e-2, "float16": 1e-1, "bfloat16": 1.0}
 _FOREIGN_QUANTIZED = 2.5
 
 
-def foreign_tolerance(weight_formats: Iterable[str], activation_dtype: str) -> float:
-    """Tolerance for a target with these activations whose answers another one gave at build, with weights in
+def foreign_tolerance(weight_formats: Iterable[str], activation_dtype: str, kv_dtype: str = "") -> float:
+    """Tolerance for a target with these activations and pages whose answers another one gave at build, with weights in
     `weight_formats`."""
     values = [0.0 if name in _TOLERANCE else _FOREIGN_QUANTIZED for name in weight_formats]
+    values.append(_FOREIGN_QUANTIZED if kv_dtype == FP8 else 0.0)
     return max([_FOREIGN.get(activation_dtype, _FOREIGN_QUANTIZED), *values])
 
 

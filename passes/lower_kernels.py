@@ -131,7 +131,7 @@ class _Rewriter(FunctionRewriter):
         buffers |= {norm: self.as_float32(buffers[norm]) for norm in norms}
         spec = replace(self.attention, window=int(window) or None)
         facts = {"heads": spec.num_heads, "head_dim": spec.head_dim, "rotary_dim": spec.rotary_dim,
-                 "kv_bytes": 2 * spec.num_kv_heads * spec.head_dim * (4 if spec.kv_dtype == "float32" else 2)}
+                 "kv_bytes": 2 * spec.num_kv_heads * spec.head_dim * spec.kv_item_bytes}
         if name == ROPE_APPEND_ATTENTION:
             fused = self.provider.rope_append_attention(spec, int(call.ty.shape[0]))
             assert fused is not None, "FuseRopeAppendAttention asked before"

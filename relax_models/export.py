@@ -11,6 +11,7 @@ from types import MappingProxyType
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.kernel_spec import counts_width
+from relaxpack.model_info import page_dtype
 from relaxpack.placeholders import DECODE_ATTENTION, PREFILL_ATTENTION, READS_RESULTS
 from relaxpack.relax_models import ops
 from relaxpack.relax_models.config import ModelConfig
@@ -77,7 +78,8 @@ class _Exporter:
 
     def _pages(self) -> relax.Var:
         c, p = self.config, tvm.tirx.Var("p", "int64")
-        return _tensor("pages", self.kv_dtype, c.num_layers, p, 2, c.num_kv_heads, self.limits.page_size, c.head_dim)
+        dtype = page_dtype(self.kv_dtype)
+        return _tensor("pages", dtype, c.num_layers, p, 2, c.num_kv_heads, self.limits.page_size, c.head_dim)
 
     def _prompts(self, name: str, rows_name: str, max_rows: int,
                  result: Callable[[Decoder, ops.Graph, StepInputs], ops.Expr]) -> None:

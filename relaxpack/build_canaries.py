@@ -23,7 +23,7 @@ from relaxpack.dist.manifest import TargetEntry
 from relaxpack.dist.params import ParamsReader, ParamsWriter
 from relaxpack.dist.store import FolderStore
 from relaxpack.errors import CompileError, RelaxpackError
-from relaxpack.model_info import ModelInfo
+from relaxpack.model_info import FP8, ModelInfo
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.target import parse_target
 from relaxpack.target_plan import TargetPlan
@@ -71,7 +71,7 @@ class _Witness:
 def record_canaries(writer: BundleWriter, built: Sequence[BuiltTarget], checkpoint: Checkpoint, info: ModelInfo,
                     limits: BuildLimits, functions: tuple[bool, bool], stage: Stage) -> Recorded:
     """Write canary.json, if any model of these weights runs here. `functions`: whether the model generates, and whether it
-    embeds. Raises CompileError where a float16 target would overflow, and where the answers are not finite."""
+    embeds. Raises CompileError where a float16 target or e4m3 pages would overflow, and where the answers are not finite."""
     own = next((one for one in built if not reasons_against(one.plan.spec, detect_host())), None)
     halves = [one.plan.spec.name for one in built if one.plan.activation_dtype == "float16"]
     with stage("canaries", len(CANARY_TEXTS)):
@@ -82,6 +82,8 @@ def record_canaries(writer: BundleWriter, built: Sequence[BuiltTarget], checkpoi
             return Recorded(tuple(dataclasses.replace(one.entry, canary=CanaryOrigin(reason=str(reason)).to_json())
                                   for one in built), str(reason))
         canaries, extreme = _answers(witness, checkpoint, halves)
+        if witness.plan.kv_dtype == FP8:
+            _require_e4m3_range(witness, canaries)
         if extreme is not None and extreme.value > FLOAT16_MAX:
             raise CompileError(f"{', '.join(halves)}: activations do not fit into float16, which ends at 65504: {extreme}; "
                                "build with --dtype bfloat16")
@@ -89,11 +91,18 @@ def record_canaries(writer: BundleWriter, built: Sequence[BuiltTarget], checkpoi
     return Recorded(tuple(dataclasses.replace(one.entry, canary=_origin(one.plan, witness).to_json()) for one in built), "")
 
 
+def _require_e4m3_range(witness: _Witness, canaries: CanarySet) -> None:
+    from relaxpack.runtime.value_range import beyond_e4m3
+
+    if beyond := beyond_e4m3(witness.runner, canaries):
+        raise CompileError(f"{beyond} do not fit into fp8, which ends at 448: build without --kv-dtype fp8")
+
+
 def _origin(plan: TargetPlan, witness: _Witness) -> CanaryOrigin:
     formats = {fmt.name for fmt in witness.plan.formats.values()}
     if plan.spec.name == witness.name:
-        return CanaryOrigin(witness.name, tolerance(formats, plan.activation_dtype))
-    return CanaryOrigin(witness.name, foreign_tolerance(formats, plan.activation_dtype))
+        return CanaryOrigin(witness.name, tolerance(formats, plan.activation_dtype, plan.kv_dtype))
+    return CanaryOrigin(witness.name, foreign_tolerance(formats, plan.activation_dtype, plan.kv_dtype))
 
 
 class _NotAffordable(Exception):
@@ -118,7 +127,7 @@ def _reference(writer: BundleWriter, checkpoint: Checkpoint, target: TargetPlan,
     from relaxpack.schedules.kernels.cpu.provider import CpuKernels
 
     formats = {name: FORMATS["f16"] if fmt.quantized else fmt for name, fmt in target.formats.items()}
-    plan = TargetPlan(parse_target("cpu"), "float32", "float32", formats)
+    plan = TargetPlan(parse_target("cpu"), "float32", FP8 if target.kv_dtype == FP8 else "float32", formats)
     size = int(sum(math.prod(checkpoint.tensors[name].shape) * fmt.bytes_per_weight() for name, fmt in formats.items()))
     if size > REFERENCE_BYTES:
         raise _NotAffordable(f"no target runs on the machine that built it, and a CPU reference of {size / 1e9:.1f} GB is "
@@ -153,7 +162,7 @@ def _answers(witness: _Witness, checkpoint: Checkpoint, halves: Sequence[str]) -
     from relaxpack.runtime.canaries import record
 
     formats = {fmt.name for fmt in witness.plan.formats.values()}
-    allowed = tolerance(formats, witness.plan.activation_dtype)
+    allowed = tolerance(formats, witness.plan.activation_dtype, witness.plan.kv_dtype)
     found = prompts(checkpoint, witness.runner.max_context)
     if not halves or witness.plan.spec.kind != "cpu":     # a GPU's own numbers are float16 and checked for being finite
         return record(witness.runner, found, allowed), None

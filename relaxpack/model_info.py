@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 FP8 = "float8_e4m3fn"        # a KV dtype: numbers beyond 448 are stored as 448
+KV_DTYPES = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "fp8": FP8}  # as a build is told: dtype
 
 
 def page_dtype(kv_dtype: str) -> str:

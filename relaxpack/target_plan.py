@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from relaxpack.errors import UsageError
+from relaxpack.model_info import FP8, KV_DTYPES
 from relaxpack.target import TargetSpec, parse_target
 from relaxpack.weight_format import WeightFormat
 from relaxpack.weights import choose_formats
@@ -19,7 +20,8 @@ Targets = str | TargetSpec | Sequence[str | TargetSpec]
 
 _ACTIVATIONS = {"cpu": ("float32",), "cuda": ("bfloat16", "float16")}     # the first one is the default
 _COMPUTE = {"cpu": "CPU kernels compute in float32", "cuda": "GPU kernels compute in bfloat16 or float16"}
-_CACHE = {"cpu": "the KV cache of a CPU is float16 or float32", "cuda": "the KV cache of a GPU has the activations' dtype"}
+_CACHE = {"cpu": "the KV cache of a CPU is float16, float32 or fp8",
+          "cuda": "the KV cache of a GPU has the activations' dtype or fp8"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def target_specs(targets: Targets) -> tuple[TargetSpec, ...]:
 def plan_targets(specs: Sequence[TargetSpec], checkpoint: Checkpoint, weights: str, activation_dtype: str | None,
                  kv_dtype: str | None) -> list[TargetPlan]:
     """A dtype that is given holds for the targets that can have it and must be possible for one of them; the others
-    have their default."""
+    have their default. `kv_dtype` is one of KV_DTYPES."""
     kinds = list(dict.fromkeys(spec.kind for spec in specs))
 
     def refuse(what: str, why: dict[str, str]) -> NoReturn:
@@ -56,14 +58,17 @@ def plan_targets(specs: Sequence[TargetSpec], checkpoint: Checkpoint, weights: s
                    for kind in kinds}
     if activation_dtype is not None and activation_dtype not in activations.values():
         refuse(f"activation dtype {activation_dtype}", _COMPUTE)
-    caches = {kind: _kv_dtype(kind, str(activations[kind]), weights, kv_dtype) for kind in kinds}
-    if kv_dtype is not None and kv_dtype not in caches.values():
+    stored = KV_DTYPES.get(kv_dtype) if kv_dtype is not None else None
+    caches = {kind: _kv_dtype(kind, str(activations[kind]), weights, stored) for kind in kinds}
+    if kv_dtype is not None and stored not in caches.values():
         refuse(f"KV dtype {kv_dtype}", _CACHE)
     return [TargetPlan(spec, str(activations[spec.kind]), caches[spec.kind],
                        choose_formats(checkpoint, weights, str(activations[spec.kind]))) for spec in specs]
 
 
 def _kv_dtype(kind: str, activation_dtype: str, weights: str, wanted: str | None) -> str:
+    if wanted == FP8:
+        return FP8
     if kind == "cuda":
         return activation_dtype
     default = "float32" if weights == "f32" else "float16"

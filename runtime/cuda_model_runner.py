@@ -21,7 +21,7 @@ import numpy as np
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.kernel_spec import TOP_LOGPROBS, counts_width
-from relaxpack.model_info import ModelInfo
+from relaxpack.model_info import ModelInfo, page_dtype
 from relaxpack.runtime import cuda_memory, step_inputs
 from relaxpack.runtime.cuda_pages import PageTransfer
 from relaxpack.runtime.device_plan import Comparison, DevicePlan, granted
@@ -113,7 +113,7 @@ class CudaModelRunner:
         free = max(0, free_now - 2 * arena - count_bytes)
         self.num_pages = choose_num_pages(info, free, num_pages, DEVICE_SHARE)
         layers, *rest = page_shape(info)
-        self._pages = self._zeros((layers, self.num_pages, *rest), info.kv_dtype)
+        self._pages = self._zeros((layers, self.num_pages, *rest), page_dtype(info.kv_dtype))
         self._drawn = self._zeros((self.max_batch, 2), "int32")           # by the last step that sampled
         self._counts = self._zeros(counts_shape, "int32")
         self._count_writes = [(cuda_memory.PinnedArray((counts_shape[1],), np.int32), cuda_memory.Event())
@@ -295,7 +295,7 @@ class CudaModelRunner:
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         tensor = tvm.runtime.empty(shape, dtype, self.device)
-        cuda_memory.fill_zero(tensor, int(np.prod(shape)) * (2 if dtype in ("bfloat16", "float16") else 4))
+        cuda_memory.fill_zero(tensor, int(np.prod(shape)) * {"bfloat16": 2, "float16": 2, "uint8": 1}.get(dtype, 4))
         return tensor
 
     def _stage(self, layout: InputLayout) -> Arrays:

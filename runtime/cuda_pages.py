@@ -1,7 +1,7 @@
 """Whole pages of the KV cache between a device and the host, for a prefix cache that outlives the process.
 
-A page lies in the device's tensor as one piece per layer. 16-bit numbers travel as their bits, so that bfloat16 needs no
-type of its own on the host.
+A page lies in the device's tensor as one piece per layer. 16-bit numbers and e4m3 ones travel as their bits, so that they
+need no type of their own on the host.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from relaxpack.model_info import ModelInfo
+from relaxpack.model_info import ModelInfo, kv_item_bytes
 from relaxpack.runtime import cuda_memory
 from relaxpack.runtime.kv_cache.storage import page_bytes, page_shape
 
@@ -25,7 +25,7 @@ class PageTransfer:
         self._pages, self._num_pages = pages, num_pages
         self._shape = page_shape(info)
         self._piece = page_bytes(info) // info.num_layers
-        self._dtype = np.dtype(np.float32 if info.kv_dtype == "float32" else np.uint16)
+        self._dtype = np.dtype(f"uint{8 * kv_item_bytes(info.kv_dtype)}")
 
     def read(self, page_ids: Sequence[int]) -> np.ndarray:
         """Copies of pages, [n, layers, 2, kv_heads, page_size, head_dim]."""

@@ -1,5 +1,6 @@
 """The largest activation of a model while it runs on a CPU, with the kernel and the layer it came from: what tells
-whether the model fits into float16. By an instrument in TVM's VM, kernel by kernel.
+whether the model fits into float16. By an instrument in TVM's VM, kernel by kernel. And whether its keys and values fit into
+e4m3 pages, by what stands in them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from relaxpack.dist.canary import CanarySet
 from relaxpack.runtime.model_runner import CpuModelRunner
 from relaxpack.runtime.vm import as_array
+
+LARGEST_E4M3 = 0x7E         # 448
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,18 @@ def _largest(argument: Any) -> float | None:
         return None
     array = np.abs(as_array(argument))
     return float("inf") if not np.isfinite(array).all() else float(array.max())
+
+
+def beyond_e4m3(runner: Any, canaries: CanarySet) -> str:
+    """Which keys or values were cut to 448 when canaries were answered last, in words; empty: none."""
+    longest = max(len(canary.prompt_ids) + len(canary.greedy_ids) for canary in canaries.canaries)
+    last = min(-(-longest // runner.page_size), runner.num_pages - 1)                   # page 0 is scratch
+    pages = runner.read_pages(list(range(1, 1 + last)))                                 # [n, layers, 2, ...]
+    cut = ((pages & 0x7F) == LARGEST_E4M3).any(axis=(0, 3, 4, 5))
+    if not cut.any():
+        return ""
+    layer, which = np.argwhere(cut)[0]
+    return f"{('keys', 'values')[which]} of layer {layer}"
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import click
 from relaxpack.cli.options import json_option
 from relaxpack.cli.show import print_json
 from relaxpack.errors import EnvironmentProblem, UsageError
+from relaxpack.model_info import KV_DTYPES
 from relaxpack.weight_format import WEIGHTS
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
               type=click.Choice(WEIGHTS), help="As for build.")
 @click.option("--max-batch", default=8, show_default=True, type=click.IntRange(1), help="As for build.")
 @click.option("--prefill-chunk", default=512, show_default=True, type=click.IntRange(1), help="As for build.")
-@click.option("--kv-dtype", type=click.Choice(["float16", "bfloat16", "float32"]), help="As for build.")
+@click.option("--kv-dtype", type=click.Choice(list(KV_DTYPES)), help="As for build.")
 @click.option("-O", "level", type=click.IntRange(0, 3), default=3, show_default=True, help="As for build.")
 @click.option("--tracker", metavar="HOST:PORT", help="Run candidates on the machines of this RPC tracker of TVM's.")
 @click.option("--key", metavar="KEY", help="Which of the tracker's machines.")

@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from relaxpack.errors import EnvironmentProblem, UsageError
-from relaxpack.model_info import ModelInfo
+from relaxpack.model_info import ModelInfo, kv_item_bytes, page_dtype
 
 # A CPU shares its memory with everything else; a GPU serves one model, and what is left out is for graphs and libraries.
 HOST_SHARE, DEVICE_SHARE = 0.5, 0.95
@@ -19,7 +19,7 @@ def page_shape(info: ModelInfo) -> tuple[int, ...]:
 
 
 def page_bytes(info: ModelInfo) -> int:
-    return int(np.prod(page_shape(info))) * (4 if info.kv_dtype == "float32" else 2)
+    return int(np.prod(page_shape(info))) * kv_item_bytes(info.kv_dtype)
 
 
 def choose_num_pages(info: ModelInfo, free_bytes: int, wanted: int | None = None, share: float = HOST_SHARE) -> int:
@@ -47,7 +47,7 @@ def allocate_host_pages(info: ModelInfo, num_pages: int) -> np.ndarray:
     """Zeroed pages [layers, num_pages, 2, kv_heads, page_size, head_dim], 64-byte aligned. Memory is taken
     when touched."""
     layers, *rest = page_shape(info)
-    dtype = np.dtype(info.kv_dtype)
+    dtype = np.dtype(page_dtype(info.kv_dtype))
     count = layers * num_pages * int(np.prod(rest))
     raw = np.zeros(count * dtype.itemsize + 64, np.uint8)
     start = -raw.ctypes.data % 64

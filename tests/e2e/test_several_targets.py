@@ -96,6 +96,7 @@ def test_dtypes_hold_for_the_targets_that_can_have_them(built: BuildReport) -> N
     assert dtypes(None, None) == [("float32", "float16"), ("bfloat16", "bfloat16")]
     assert dtypes("float16", None, "f32") == [("float32", "float32"), ("float16", "float16")]
     assert dtypes(None, "float32") == [("float32", "float32"), ("bfloat16", "bfloat16")]
+    assert dtypes(None, "fp8") == [("float32", "float8_e4m3fn"), ("bfloat16", "float8_e4m3fn")]
     specs = target_specs("cuda:sm_90a")
     with pytest.raises(UsageError, match="GPU kernels compute in bfloat16 or float16"):
         dtypes("float32", None)

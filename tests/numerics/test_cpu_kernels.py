@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -16,9 +17,10 @@ import relaxpack.tvm_setup  # noqa: F401  isort: skip
 import tvm
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, LinearSpec, NormSpec
+from relaxpack.model_info import FP8
 from relaxpack.schedules.kernels.cpu.provider import CpuKernels
 from relaxpack.target import TargetSpec, host_cpu_features, parse_target
-from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
+from relaxpack.weight_format import E4M3, FORMATS, QuantizedTensor, WeightFormat
 from tests.helpers.matmul_case import activation
 
 _AVX2 = ("avx2", "fma", "f16c")
@@ -231,7 +233,7 @@ def random_pages(spec: AttentionSpec, lengths: list[int], seed: int = 0) -> tupl
     counts = [-(-n // spec.page_size) for n in lengths]
     order = rng.permutation(sum(counts)) + 1
     shape = (spec.num_layers, sum(counts) + 1, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
-    pages = np.full(shape, np.nan, spec.kv_dtype)
+    pages = unowned(spec, shape)
     table = np.zeros((len(lengths), spec.max_pages), "int32")
     taken = 0
     for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -239,16 +241,31 @@ def random_pages(spec: AttentionSpec, lengths: list[int], seed: int = 0) -> tupl
         table[s, :count] = order[taken:taken + count]
         taken += count
         for i in range(length):
-            pages[:, table[s, i // spec.page_size], :, :, i % spec.page_size] = rng.standard_normal(
-                (spec.num_layers, 2, spec.num_kv_heads, spec.head_dim))
+            pages[:, table[s, i // spec.page_size], :, :, i % spec.page_size] = stored(spec, rng.standard_normal(
+                (spec.num_layers, 2, spec.num_kv_heads, spec.head_dim)))
     return pages, table
+
+
+def unowned(spec: AttentionSpec, shape: tuple[int, ...]) -> np.ndarray:
+    return np.full(shape, 0x7F, np.uint8) if spec.fp8 else np.full(shape, np.nan, spec.kv_dtype)
+
+
+def stored(spec: AttentionSpec, values: np.ndarray) -> np.ndarray:
+    """As pages hold them."""
+    if spec.fp8:
+        return np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return values.astype(spec.kv_dtype)
+
+
+def read(pages: np.ndarray) -> np.ndarray:
+    return (E4M3[pages] if pages.dtype == np.uint8 else pages).astype("float64")
 
 
 def attend(spec: AttentionSpec, q: np.ndarray, pages: np.ndarray, row: np.ndarray, layer: int, position: int) -> np.ndarray:
     """float64 attention of one query at `position`."""
     first = 0 if spec.window is None else max(0, position - spec.window + 1)
     at = np.arange(first, position + 1)
-    kv = pages[layer, row[at // spec.page_size], :, :, at % spec.page_size].astype("float64")  # [n, 2, KV, D]
+    kv = read(pages[layer, row[at // spec.page_size], :, :, at % spec.page_size])  # [n, 2, KV, D]
     group = spec.num_heads // spec.num_kv_heads
     keys, values = (np.repeat(kv[:, i], group, axis=1) for i in (0, 1))
     scores = np.einsum("hd,nhd->hn", q.reshape(spec.num_heads, -1).astype("float64"), keys) * spec.scale
@@ -263,6 +280,7 @@ ATTENTION_CASES = {
     "f16": {"kv_dtype": "float16"}, "f16page1": {"kv_dtype": "float16", "page_size": 1, "max_pages": 256},
     "d32": {"head_dim": 32}, "d80": {"head_dim": 80}, "d96": {"head_dim": 96}, "d128": {"head_dim": 128},
     "d256": {"head_dim": 256}, "d20": {"head_dim": 20}, "d40f16": {"head_dim": 40, "kv_dtype": "float16"},
+    "e4m3": {"kv_dtype": FP8}, "d40e4m3": {"head_dim": 40, "kv_dtype": FP8, "window": 33},
 }
 
 
@@ -310,7 +328,8 @@ def test_prefill_attention(float_kernels: CpuKernels, case: str) -> None:
     {}, {"head_dim": 80, "rotary_dim": 32}, {"head_dim": 96}, {"head_dim": 20},
     {"head_dim": 32, "page_size": 2, "max_pages": 256},
     {"qk_norm_epsilon": 1e-6}, {"qk_norm_epsilon": 1e-6, "head_dim": 80, "rotary_dim": 20, "kv_dtype": "float16"},
-    {"head_dim": 256, "kv_dtype": "float16", "num_kv_heads": 1, "page_size": 8}], ids=str)
+    {"head_dim": 256, "kv_dtype": "float16", "num_kv_heads": 1, "page_size": 8}, {"kv_dtype": FP8},
+    {"head_dim": 40, "rotary_dim": 20, "kv_dtype": FP8, "qk_norm_epsilon": 1e-6}], ids=str)
 def test_rope_append(float_kernels: CpuKernels, case: dict[str, object]) -> None:
     spec = attention_spec(**case)
     heads, kv_heads, dim, half = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rotary_dim // 2
@@ -322,7 +341,7 @@ def test_rope_append(float_kernels: CpuKernels, case: dict[str, object]) -> None
         positions = rng.integers(0, spec.max_position, rows).astype("int32")
         slots = rng.permutation(8 * spec.page_size)[:rows].astype("int32")
         norms = rng.standard_normal((2, dim)).astype("float32")
-        before = np.full((2, 8, 2, kv_heads, spec.page_size, dim), np.nan, spec.kv_dtype)
+        before = unowned(spec, (2, 8, 2, kv_heads, spec.page_size, dim))
         values = {"qkv": qkv, "rope_table": table, "positions": positions, "slots": slots, "q_norm": norms[0],
                   "k_norm": norms[1], "pages": before.copy(), "layer": 1}
         q, = run(float_kernels, float_kernels.rope_append(spec), values, {"q": (rows, heads * dim)})
@@ -335,12 +354,34 @@ def test_rope_append(float_kernels: CpuKernels, case: dict[str, object]) -> None
         a, b = turned[..., :half].copy(), turned[..., half:2 * half].copy()
         turned[..., :half], turned[..., half:2 * half] = a * cos - b * sin, b * cos + a * sin
         np.testing.assert_allclose(q, turned[:, :heads].reshape(rows, -1), rtol=1e-5, atol=3e-6)
-        expected = before.copy()
-        for i, slot in enumerate(slots):
-            expected[1, slot // spec.page_size, 0, :, slot % spec.page_size] = turned[i, heads:]
-            expected[1, slot // spec.page_size, 1, :, slot % spec.page_size] = split[i, heads + kv_heads:]
-        tolerance = 1e-3 if spec.kv_dtype == "float16" else 1e-5
-        np.testing.assert_allclose(values["pages"], expected, rtol=tolerance, atol=3e-6)
+        written = values["pages"][1, slots // spec.page_size, :, :, slots % spec.page_size]      # [rows, 2, KV, D]
+        # half a step of e4m3 is 2^-4 of a number at most, and 2^-10 of subnormal ones
+        rtol, atol = {"float16": (1e-3, 3e-6), FP8: (2.0**-4 + 1e-5, 2.0**-10)}.get(spec.kv_dtype, (1e-5, 3e-6))
+        np.testing.assert_allclose(read(written[:, 0]), turned[:, heads:], rtol=rtol, atol=atol)
+        np.testing.assert_array_equal(written[:, 1], stored(spec, split[:, heads + kv_heads:]))
+        values["pages"][1, slots // spec.page_size, :, :, slots % spec.page_size] = (
+            before[1, slots // spec.page_size, :, :, slots % spec.page_size])
+        np.testing.assert_array_equal(values["pages"], before)                                   # nothing else
+
+
+def test_e4m3_pages_hold_rounded_and_saturated_numbers(float_kernels: CpuKernels) -> None:
+    """Every code, every middle between two and what is just beside it, of both signs; beyond 448, infinite, NaN."""
+    spec = attention_spec(num_heads=1, num_kv_heads=1, kv_dtype=FP8)
+    codes = np.sort(E4M3[:0x7F])
+    ties = (codes[1:] + codes[:-1]) / 2
+    some = np.concatenate([codes, ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(1e3)),
+                           [448.01, 464, 1e4, 3e38, np.inf]]).astype("float32")
+    some = np.concatenate([some, -some, [np.nan]])
+    rows = -(-len(some) // 64)
+    qkv = np.zeros((rows, 3, 64), "float32")
+    qkv[:, 2] = np.resize(some, (rows, 64))
+    values = {"qkv": qkv.reshape(rows, -1), "rope_table": np.zeros((300, 64), "float32"),
+              "positions": np.zeros(rows, "int32"), "slots": np.arange(rows, dtype="int32"),
+              "pages": np.zeros((2, 8, 2, 1, 16, 64), np.uint8), "layer": 0}
+    run(float_kernels, float_kernels.rope_append(spec), values, {"q": (rows, 64)})
+    got = values["pages"][0, :, 1, 0].reshape(-1)[:len(some)]
+    np.testing.assert_array_equal(got[:-1], stored(spec, some[:-1]))
+    assert got[-1] == 0x7F
 
 
 def test_bad_questions_are_refused_with_the_reason() -> None:

@@ -52,7 +52,7 @@ def decode_attention(isa: Isa, spec: AttentionSpec, tuning: DecodeTuning = Decod
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     group, lanes = heads // kv_heads, isa.lanes
     pieces = vectors_of(dim, lanes)
-    params = [("q", (t, heads * dim), "float32"), ("pages", pages_shape(spec, p), spec.kv_dtype),
+    params = [("q", (t, heads * dim), "float32"), ("pages", pages_shape(spec, p), spec.page_dtype),
               ("page_table", (t, spec.max_pages), "int32"), ("lengths", (t,), "int32"), ("layer", None, "int64"),
               ("y", (t, heads * dim), "float32")]
 

@@ -58,7 +58,7 @@ def prefill_attention(isa: Isa, spec: AttentionSpec, tuning: PrefillTuning | Non
     tile, step_keys = tuning.tile, tuning.keys
     rows = -(-queries * group // tile) * tile
     pieces = vectors_of(dim, lanes)
-    params = [("q", (t, heads * dim), "float32"), ("pages", pages_shape(spec, p), spec.kv_dtype),
+    params = [("q", (t, heads * dim), "float32"), ("pages", pages_shape(spec, p), spec.page_dtype),
               ("page_table", (b, spec.max_pages), "int32"), ("query_start", (b + i64(1),), "int32"),
               ("lengths", (b,), "int32"), ("layer", None, "int64"), ("y", (t, heads * dim), "float32")]
 

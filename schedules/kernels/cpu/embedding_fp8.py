@@ -8,9 +8,9 @@ from relaxpack.kernel_spec import EmbeddingSpec
 
 from .builder import Expr, T, build, i64, load, loop, rows_loop, store, symbol
 from .embedding import times
+from .isa import widen
 from .layout import PANEL
 from .layout_fp8 import group_columns, weight_layout
-from .linear_fp8 import widen
 
 
 def embedding_fp8(spec: EmbeddingSpec) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relaxpack.errors import CompileError
+from relaxpack.model_info import FP8
 from relaxpack.target import TargetSpec
 
 from .builder import T, const, hold, splat
@@ -167,13 +168,47 @@ def gelu(x: Expr, lanes: int) -> Expr:
 
 
 def to_float(value: Expr, dtype: str, lanes: int) -> Expr:
-    """A loaded vector of a float weight or KV dtype ("uint16" stands for bfloat16 bits) as float32."""
+    """A loaded vector of a float weight or KV dtype ("uint16" stands for bfloat16 bits, e4m3 codes are uint8) as float32."""
     if dtype == "float32":
         return value
     if dtype == "uint16":
         u32 = "uint32" if lanes == 1 else f"uint32x{lanes}"
         return T.reinterpret(f32_type(lanes), T.shift_left(T.Cast(u32, value), splat(T.uint32(16), lanes)))
+    if dtype == FP8:
+        return widen(value, lanes) * const(256.0, lanes)
     return T.Cast(f32_type(lanes), value)
+
+
+def widen(codes: Expr, lanes: int) -> Expr:
+    """float32 of e4m3 codes, divided by 256. Sign, exponent and mantissa keep their order in float16; subnormals too are
+    what they should be, and the conversion to float32 takes them at full speed."""
+    short = "int16" if lanes == 1 else f"int16x{lanes}"
+    byte, half, single = (f"{dtype}{short.removeprefix('int16')}" for dtype in ("int8", "float16", "float32"))
+    signed = T.Cast(short, T.reinterpret(byte, codes))       # the sign fills the upper byte
+    bits = T.bitwise_and(T.shift_left(signed, splat(T.int16(7), lanes)), splat(T.int16(~0x4000), lanes))
+    return T.Cast(single, T.reinterpret(half, bits))
+
+
+def to_e4m3(value: Expr, lanes: int) -> Expr:
+    """float32 → e4m3 codes (uint8): to nearest, ties to even; what is beyond 448 is 448, NaN 0x7F."""
+    i32, u8 = ("int32", "uint8") if lanes == 1 else (f"int32x{lanes}", f"uint8x{lanes}")
+
+    def integer(number: int) -> Expr:
+        return splat(T.int32(number), lanes)
+
+    value = hold(value, lanes)
+    size = hold(vabs(value, lanes), lanes)
+    size = hold(T.Select(size <= const(448.0, lanes), size, const(448.0, lanes)), lanes)
+    bits = T.reinterpret(i32, size)
+    odd = T.bitwise_and(T.shift_right(bits, integer(20)), integer(1))
+    normal = T.shift_right(bits + odd + integer(0x7FFFF), integer(20)) - integer(120 << 3)
+    # below 2^-6 steps are 2^-9, as they are of float32 numbers from 2^14 on
+    subnormal = T.bitwise_and(T.reinterpret(i32, hold(size + const(16384.0, lanes), lanes)), integer(15))
+    code = T.Select(size < const(2.0**-6, lanes), subnormal, normal)
+    pattern = T.reinterpret(i32, value)
+    sign = T.bitwise_and(T.shift_right(pattern, integer(24)), integer(0x80))
+    number = T.bitwise_and(pattern, integer(0x7FFFFFFF)) <= integer(0x7F800000)      # `value == value` would be simplified
+    return T.Cast(u8, T.Select(number, T.bitwise_or(code, sign), integer(0x7F)))
 
 
 def prefetch(address: Expr) -> None:

@@ -31,7 +31,7 @@ from .builder import (
     symbol,
 )
 from .epilogue import ROWS_OF_TASK, epilogue_buffers, linear_params, over_panels, store_panel, store_tile
-from .isa import Isa, fma, prefetch
+from .isa import Isa, fma, prefetch, widen
 from .layout import PANEL
 from .layout_fp8 import group_columns, weight_layout
 
@@ -52,16 +52,6 @@ class Fp8Tuning:
 
 def default_tuning(isa: Isa) -> Fp8Tuning:
     return Fp8Tuning(tiles=(4,), tile=8) if isa.lanes == 16 else Fp8Tuning()
-
-
-def widen(codes: Expr, lanes: int) -> Expr:
-    """float32 of e4m3 codes, divided by 256. Sign, exponent and mantissa keep their order in float16; subnormals too are
-    what they should be, and the conversion to float32 takes them at full speed."""
-    short = "int16" if lanes == 1 else f"int16x{lanes}"
-    byte, half, single = (f"{dtype}{short.removeprefix('int16')}" for dtype in ("int8", "float16", "float32"))
-    signed = T.Cast(short, T.reinterpret(byte, codes))       # the sign fills the upper byte
-    bits = T.bitwise_and(T.shift_left(signed, splat(T.int16(7), lanes)), splat(T.int16(~0x4000), lanes))
-    return T.Cast(single, T.reinterpret(half, bits))
 
 
 @dataclass(frozen=True)

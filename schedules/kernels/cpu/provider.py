@@ -20,6 +20,7 @@ from relaxpack.kernel_spec import (
     Stage,
     WeightLayout,
 )
+from relaxpack.model_info import FP8
 from relaxpack.schedules.tuning.tuned import TunedKernels
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
@@ -35,6 +36,8 @@ from .linear_fp8 import linear_fp8
 from .linear_quantized import linear_quantized
 from .norm import norm
 from .rope_append import rope_append
+
+_KV_SUFFIX = {"float32": "", "float16": "_f16kv", FP8: "_e4m3kv"}     # of a kernel's name
 
 Spec = LinearSpec | EmbeddingSpec | NormSpec | AttentionSpec
 
@@ -117,15 +120,15 @@ class CpuKernels:
     def _attention(self, operation: str, spec: AttentionSpec, make: Callable[[Isa, AttentionSpec], Any],
                    inputs: tuple[str, ...], outputs: tuple[str, ...], inplace: tuple[str, ...] = ()) -> Kernel:
         _only_float32(operation, spec.activation_dtype)
-        if spec.kv_dtype not in ("float32", "float16"):
-            raise CompileError(f"KV dtype {spec.kv_dtype} has no CPU kernel; known: float32, float16")
+        if spec.kv_dtype not in _KV_SUFFIX:
+            raise CompileError(f"KV dtype {spec.kv_dtype} has no CPU kernel; known: {', '.join(_KV_SUFFIX)}")
         if spec.num_heads % spec.num_kv_heads:
             raise CompileError(f"{spec.num_heads} heads are not a multiple of {spec.num_kv_heads} KV heads")
         if spec.rotary_dim % 2 or not 0 <= spec.rotary_dim <= spec.head_dim:
             raise CompileError(f"rotary_dim {spec.rotary_dim} must be even and at most head_dim {spec.head_dim}")
         name = (f"{operation}_{spec.num_heads}q{spec.num_kv_heads}kv{spec.head_dim}_page{spec.page_size}"
                 + (f"_window{spec.window}" if spec.window is not None else "")
-                + ("_f16kv" if spec.kv_dtype == "float16" else ""))
+                + _KV_SUFFIX[spec.kv_dtype])
         return self._kernel(operation, spec, name, lambda: make(self.isa, spec), inputs, outputs, inplace)
 
     def _kernel(self, operation: str, spec: Spec, name: str, make: Callable[[], Any], inputs: tuple[str, ...],

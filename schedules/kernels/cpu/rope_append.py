@@ -10,7 +10,7 @@ from typing import Any
 from relaxpack.kernel_spec import AttentionSpec
 
 from .builder import Expr, T, build, i64, load, loop, rows_loop, splat, store, symbol, vectors_of
-from .isa import Isa, fma, reduce_sum
+from .isa import Isa, fma, reduce_sum, to_e4m3
 
 
 def pages_shape(spec: AttentionSpec, num_pages: Expr) -> tuple[Any, ...]:
@@ -31,7 +31,8 @@ def rope_append(isa: Isa, spec: AttentionSpec, tuning: RopeTuning = RopeTuning()
               ("rope_table", (spec.max_position, spec.rotary_dim), "float32"),
               ("positions", (t,), "int32"), ("slots", (t,), "int32")]
     params += [("q_norm", (dim,), "float32"), ("k_norm", (dim,), "float32")] if normed else []
-    params += [("pages", pages_shape(spec, p), spec.kv_dtype), ("layer", None, "int64"), ("q", (t, heads * dim), "float32")]
+    params += [("pages", pages_shape(spec, p), spec.page_dtype), ("layer", None, "int64"),
+               ("q", (t, heads * dim), "float32")]
 
     def body(qkv: Any, table: Any, positions: Any, slots: Any, *rest: Any) -> None:
         q_norm, k_norm = rest[:2] if normed else (None, None)
@@ -45,7 +46,10 @@ def rope_append(isa: Isa, spec: AttentionSpec, tuning: RopeTuning = RopeTuning()
 
             def to_page(kind: int, head: Expr, at: int, value: Expr, n: int) -> None:
                 kv_type = spec.kv_dtype if n == 1 else f"{spec.kv_dtype}x{n}"
-                value = value if spec.kv_dtype == "float32" else T.Cast(kv_type, value)
+                if spec.fp8:
+                    value = to_e4m3(value, n)
+                elif spec.kv_dtype != "float32":
+                    value = T.Cast(kv_type, value)
                 store(pages, value, layer, page, i64(kind), head, offset, i64(at), lanes=n)
 
             with loop(heads) as head:

@@ -53,10 +53,12 @@ LIMITS = {"sm_80": (163, 164, 108), "sm_86": (99, 100, 84), "sm_89": (99, 100, 1
 
 
 def default_tuning(spec: AttentionSpec, arch: str) -> DecodeTuning:
-    """Two blocks per multiprocessor (measured best on an H200: docs), 32 keys a warp where rows are short."""
+    """Two blocks per multiprocessor (measured best on an H200: docs), 32 keys a warp where rows are short; e4m3 pages: half
+    the bytes take as much arithmetic, so twice the warps."""
     block_kb, multiprocessor_kb, count = LIMITS[arch]
-    small = spec.head_dim * spec.kv_item_bytes <= 128
-    for warps, stages, key_tiles in ((4, 3 if small else 2, 2 if small else 1), (4, 2, 1), (2, 2, 1), (4, 2, 4), (2, 2, 4)):
+    small = spec.head_dim <= 64
+    first = (8, 2, 1) if spec.fp8 else (4, 3 if small else 2, 2 if small else 1)
+    for warps, stages, key_tiles in (first, (4, 2, 1), (2, 2, 1), *(((4, 2, 2), (4, 2, 4), (2, 2, 4)) if spec.fp8 else ())):
         tuning = DecodeTuning(warps, stages, 0, key_tiles)
         size = shared_bytes(spec, tuning) / 1024
         if size <= block_kb and room_for_outputs(spec, tuning):

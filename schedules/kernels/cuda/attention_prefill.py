@@ -15,6 +15,7 @@ import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, Stage
 from relaxpack.schedules.kernels.cuda import attention_prefill_hopper as hopper
+from relaxpack.schedules.kernels.cuda import pages_fp8
 from relaxpack.schedules.kernels.cuda.attention_decode_tuning import LIMITS, row_chunks
 from relaxpack.schedules.kernels.cuda.fragments import (
     COMMIT,
@@ -25,12 +26,12 @@ from relaxpack.schedules.kernels.cuda.fragments import (
     LDMATRIX_T,
     LOG2_E,
     NEG_BIG,
-    SHORT,
     WAIT,
-    check_dtypes,
+    check_pages,
     finish,
     mma,
     pack,
+    page_name,
     shuffle,
     shuffle_up,
     shuffle_xor,
@@ -52,7 +53,8 @@ class PrefillTuning:
 
 
 def shared_bytes(spec: AttentionSpec, tuning: PrefillTuning) -> int:
-    return (tuning.rows + 4 * tuning.keys) * row_chunks(spec.head_dim) * 16
+    return (tuning.rows * row_chunks(spec.head_dim)
+            + 4 * tuning.keys * row_chunks(spec.head_dim, spec.kv_item_bytes)) * 16
 
 
 def default_tuning(spec: AttentionSpec, arch: str) -> PrefillTuning:
@@ -69,18 +71,21 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
     D, H, KV, PS, MP, L = (spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.page_size, spec.max_pages,
                            spec.num_layers)
     G, WARPS, MT, KEYS, ROWS = H // KV, tuning.warps, tuning.row_tiles, tuning.keys, tuning.rows
-    act, kv = spec.activation_dtype, spec.kv_dtype
+    act, kv, FP8 = spec.activation_dtype, spec.page_dtype, spec.fp8
     THREADS, KS, NT, DT = WARPS * 32, D // 16, KEYS // 8, D // 8
-    CHUNKS, ROW_CHUNKS = D // 8, row_chunks(D)
-    SWIZZLE = CHUNKS % 8 == 0
+    CHUNKS, ROW_CHUNKS, UNIT = D // 8, row_chunks(D), 16 // spec.kv_item_bytes
+    KV_CHUNKS, KV_ROW = D // UNIT, row_chunks(D, spec.kv_item_bytes)         # 16-byte chunks of a row of keys
     WINDOWED, WINDOW = spec.window is not None, spec.window or 0
     SCALE = spec.scale * LOG2_E
-    MMA, PACK_P, PACK_Y = mma(kv), pack(kv), pack(act)
-    Q_PASSES, KV_PASSES = -(-ROWS * CHUNKS // THREADS), -(-KEYS * CHUNKS // THREADS)
-    assert D % 16 == 0 and KEYS % 16 == 0 and act == kv
+    MMA, PACK_P, PACK_Y, widen = mma(act), pack(act), pack(act), pages_fp8.widen(act)
+    Q_PASSES, KV_PASSES = -(-ROWS * CHUNKS // THREADS), -(-KEYS * KV_CHUNKS // THREADS)
+    assert D % 16 == 0 and KEYS % 16 == 0
 
     def chunk(row: Any, column: Any) -> Any:
-        return row * ROW_CHUNKS + (column ^ (row % 8) if SWIZZLE else column)
+        return row * ROW_CHUNKS + (column ^ (row % 8) if CHUNKS % 8 == 0 else column)
+
+    def kv_chunk(row: Any, column: Any) -> Any:
+        return row * KV_ROW + (column ^ (row % 8) if KV_CHUNKS % 8 == 0 else column)
 
     @T.prim_func
     def prefill_attention(q_h: T.handle, layer: T.int64, pages_h: T.handle, page_table_h: T.handle,
@@ -99,7 +104,7 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
         tx = T.thread_id([THREADS])
         pool = T.SMEMPool()
         queries = pool.alloc((ROWS * ROW_CHUNKS, 8), act, align=128)
-        ring = pool.alloc((2, 2, KEYS * ROW_CHUNKS, 8), kv, align=128)
+        ring = pool.alloc((2, 2, KEYS * KV_ROW, UNIT), kv, align=128)
         pool.commit()
         lane = T.meta_var(tx % 32)
         warp = T.meta_var(tx // 32)
@@ -110,6 +115,9 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
         total = T.alloc_buffer((MT, 2), "float32", scope="local")
         frag_a = T.alloc_buffer((MT, 4), "uint32", scope="local")
         frag_b = T.alloc_buffer((4,), "uint32", scope="local")
+        if FP8:
+            frag_q = T.alloc_buffer((2, MT, 4), "uint32", scope="local")
+            wide = T.alloc_buffer((4,), "uint32", scope="local")
         page = T.alloc_buffer((KV_PASSES,), "int32", scope="local")
         word: T.uint32
         peak: T.float32
@@ -145,21 +153,21 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
         def copy(first, into):
             # keys and values first .. first + KEYS - 1 → stage `into`; keys no query here can see become zeros
             for i in T.unroll(KV_PASSES):                  # all look-ups at once: a copy must not wait for one
-                r = T.meta_var((tx + THREADS * i) // CHUNKS)
+                r = T.meta_var((tx + THREADS * i) // KV_CHUNKS)
                 live = T.meta_var(T.And(first + r < end, first + r > position - WINDOW if WINDOWED else T.bool(True)))
                 page[i] = 0
                 if live:
                     page[i] = page_table[seq, (first + r) // PS]
             for i in T.unroll(KV_PASSES):
-                r = T.meta_var((tx + THREADS * i) // CHUNKS)
-                c = T.meta_var((tx + THREADS * i) % CHUNKS)
+                r = T.meta_var((tx + THREADS * i) // KV_CHUNKS)
+                c = T.meta_var((tx + THREADS * i) % KV_CHUNKS)
                 live = T.meta_var(T.And(first + r < end, first + r > position - WINDOW if WINDOWED else T.bool(True)))
-                if (tx + THREADS * i) < KEYS * CHUNKS:
+                if (tx + THREADS * i) < KEYS * KV_CHUNKS:
                     bytes = T.meta_var(T.if_then_else(live, T.uint32(16), T.uint32(0)))
                     for j in T.unroll(2):
-                        T.ptx[COPY16](ring.ptr_to([into, j, chunk(r, c), 0]),
+                        T.ptx[COPY16](ring.ptr_to([into, j, kv_chunk(r, c), 0]),
                                       pages.ptr_to([layer, T.Cast("int64", page[i]), j, T.Cast("int64", head // G),
-                                                    T.Cast("int64", (first + r) % PS), c * 8]), 16, bytes)
+                                                    T.Cast("int64", (first + r) % PS), c * UNIT]), 16, bytes)
 
         @T.inline
         def scores(index):
@@ -167,17 +175,39 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
                 for n in T.unroll(NT):
                     for j in T.unroll(4):
                         score[m, n, j] = T.float32(0)
-            for k in T.unroll(KS):
-                for m in T.unroll(MT):
-                    T.ptx[LDMATRIX](frag_a[m, 0], frag_a[m, 1], frag_a[m, 2], frag_a[m, 3], queries.ptr_to(
-                        [chunk((warp * MT + m) * 16 + lane % 16, 2 * k + lane // 16), 0]))
+            if FP8:
+                scores_fp8(index)
+            else:
+                for k in T.unroll(KS):
+                    for m in T.unroll(MT):
+                        T.ptx[LDMATRIX](frag_a[m, 0], frag_a[m, 1], frag_a[m, 2], frag_a[m, 3], queries.ptr_to(
+                            [chunk((warp * MT + m) * 16 + lane % 16, 2 * k + lane // 16), 0]))
+                    for n in T.unroll(NT // 2):
+                        T.ptx[LDMATRIX](frag_b[0], frag_b[1], frag_b[2], frag_b[3], ring.ptr_to(
+                            [index, 0, kv_chunk(n * 16 + lane % 8 + lane // 16 * 8, 2 * k + lane // 8 % 2), 0]))
+                        for m in T.unroll(MT):
+                            for j in T.unroll(2):
+                                multiply(score, m, 2 * n + j, frag_a[m, 0], frag_a[m, 1], frag_a[m, 2], frag_a[m, 3],
+                                         frag_b[2 * j], frag_b[2 * j + 1])
+
+        @T.inline
+        def scores_fp8(index):
+            # 16 keys of two steps at once; within a step the elements are in the order in which `copy_queries` left them
+            for k in T.unroll(KS // 2):
+                for j in T.unroll(2):
+                    for m in T.unroll(MT):
+                        T.ptx[LDMATRIX](frag_q[j, m, 0], frag_q[j, m, 1], frag_q[j, m, 2], frag_q[j, m, 3], queries.ptr_to(
+                            [chunk((warp * MT + m) * 16 + lane % 16, 2 * (2 * k + j) + lane // 16), 0]))
                 for n in T.unroll(NT // 2):
                     T.ptx[LDMATRIX](frag_b[0], frag_b[1], frag_b[2], frag_b[3], ring.ptr_to(
-                        [index, 0, chunk(n * 16 + lane % 8 + lane // 16 * 8, 2 * k + lane // 8 % 2), 0]))
-                    for m in T.unroll(MT):
-                        for j in T.unroll(2):
-                            multiply(score, m, 2 * n + j, frag_a[m, 0], frag_a[m, 1], frag_a[m, 2], frag_a[m, 3],
-                                     frag_b[2 * j], frag_b[2 * j + 1])
+                        [index, 0, kv_chunk(n * 16 + lane % 8 + lane // 16 * 8, 2 * k + lane // 8 % 2), 0]))
+                    for j in T.unroll(2):
+                        for i in T.unroll(2):
+                            widen(wide, 0, pages_fp8.even(act, frag_b[2 * i + j]))
+                            widen(wide, 1, pages_fp8.odd(act, frag_b[2 * i + j]))
+                            for m in T.unroll(MT):
+                                multiply(score, m, 2 * n + i, frag_q[j, m, 0], frag_q[j, m, 1], frag_q[j, m, 2],
+                                         frag_q[j, m, 3], wide[0], wide[1])
 
         @T.inline
         def multiply(c, m, n, a0, a1, a2, a3, b0, b1):
@@ -223,13 +253,54 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
                     for j in T.unroll(4):
                         T.ptx[PACK_P](frag_a[m, j], score[m, 2 * k + j // 2, j % 2 * 2 + 1],
                                       score[m, 2 * k + j // 2, j % 2 * 2])
-                for n in T.unroll(DT // 2):
-                    T.ptx[LDMATRIX_T](frag_b[0], frag_b[1], frag_b[2], frag_b[3], ring.ptr_to(
-                        [index, 1, chunk(k * 16 + lane % 16, 2 * n + lane // 16), 0]))
-                    for m in T.unroll(MT):
-                        for j in T.unroll(2):
-                            multiply(acc, m, 2 * n + j, frag_a[m, 0], frag_a[m, 1], frag_a[m, 2], frag_a[m, 3],
-                                     frag_b[2 * j], frag_b[2 * j + 1])
+                if FP8:
+                    values_fp8(index, k)
+                else:
+                    for n in T.unroll(DT // 2):
+                        T.ptx[LDMATRIX_T](frag_b[0], frag_b[1], frag_b[2], frag_b[3], ring.ptr_to(
+                            [index, 1, kv_chunk(k * 16 + lane % 16, 2 * n + lane // 16), 0]))
+                        for m in T.unroll(MT):
+                            for j in T.unroll(2):
+                                multiply(acc, m, 2 * n + j, frag_a[m, 0], frag_a[m, 1], frag_a[m, 2], frag_a[m, 3],
+                                         frag_b[2 * j], frag_b[2 * j + 1])
+
+        @T.inline
+        def values_fp8(index, k):
+            # a chunk is 16 elements, the even ones of which are one tile of outputs and the odd ones the next
+            for n in T.unroll(DT // 4):
+                T.ptx[LDMATRIX_T](frag_b[0], frag_b[1], frag_b[2], frag_b[3], ring.ptr_to(
+                    [index, 1, kv_chunk(k * 16 + lane % 16, 2 * n + lane // 16), 0]))
+                for j in T.unroll(2):
+                    for i in T.unroll(2):
+                        widen(wide, i, pages_fp8.even(act, frag_b[2 * j + i]))
+                        widen(wide, 2 + i, pages_fp8.odd(act, frag_b[2 * j + i]))
+                    for i in T.unroll(2):
+                        for m in T.unroll(MT):
+                            multiply(acc, m, 4 * n + 2 * j + i, frag_a[m, 0], frag_a[m, 1], frag_a[m, 2], frag_a[m, 3],
+                                     wide[2 * i], wide[2 * i + 1])
+
+        @T.inline
+        def store_fp8(m, r, row):
+            for n in T.unroll(DT // 2):
+                for e in T.unroll(2):
+                    T.ptx[PACK_Y](wide[e], acc[m, 2 * n + 1, 2 * r + e] * factor, acc[m, 2 * n, 2 * r + e] * factor)
+                T.ptx["st.global.v2.b32"](
+                    y.ptr_to([start + row, head * D + n * 16 + lane % 4 * 4]), wide[0], wide[1])
+
+        @T.inline
+        def copy_queries(r, c):
+            # 8 elements → the halves of two chunks: of each four, 0 and 2 go to the first and 1 and 3 to the second
+            for e in T.unroll(4):
+                wide[e] = T.uint32(0)
+            if r < rows:
+                T.ptx["ld.global.nc.v4.b32"](wide[0], wide[1], wide[2], wide[3],
+                                             q.ptr_to([start + r, head * D + c * 8]))
+            for e in T.unroll(2):
+                frag_b[e] = (wide[2 * e] & T.uint32(0xFFFF)) | (wide[2 * e + 1] << T.uint32(16))
+                frag_b[2 + e] = (wide[2 * e] >> T.uint32(16)) | (wide[2 * e + 1] & T.uint32(0xFFFF0000))
+            for e in T.unroll(2):
+                T.ptx["st.shared.v2.b32"](queries.ptr_to([chunk(r, c // 2 * 2 + e), c % 2 * 4]),
+                                          frag_b[2 * e], frag_b[2 * e + 1])
 
         # which tile of which sequence; later (longer) tiles start first
         tile = T.Cast("int32", T.ceildiv(t, ROWS) + b) - 1 - by
@@ -257,9 +328,12 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
                 r = T.meta_var((tx + THREADS * i) // CHUNKS)
                 c = T.meta_var((tx + THREADS * i) % CHUNKS)
                 if (tx + THREADS * i) < ROWS * CHUNKS:
-                    T.ptx[COPY16](queries.ptr_to([chunk(r, c), 0]),
-                                  q.ptr_to([start + T.min(r, rows - 1), head * D + c * 8]), 16,
-                                  T.if_then_else(r < rows, T.uint32(16), T.uint32(0)))
+                    if FP8:
+                        copy_queries(r, c)
+                    else:
+                        T.ptx[COPY16](queries.ptr_to([chunk(r, c), 0]),
+                                      q.ptr_to([start + T.min(r, rows - 1), head * D + c * 8]), 16,
+                                      T.if_then_else(r < rows, T.uint32(16), T.uint32(0)))
             copy(key, 0)
             T.ptx[COMMIT]()
             for m in T.unroll(MT):
@@ -290,34 +364,27 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
                         total[m, r] = total[m, r] + shuffle_xor(total[m, r], 1 << i)
                     factor = T.float32(1) / total[m, r]
                     if row < rows:
-                        for n in T.unroll(DT):
-                            T.ptx[PACK_Y](word, acc[m, n, 2 * r + 1] * factor, acc[m, n, 2 * r] * factor)
-                            T.ptx["st.global.b32"](
-                                y.ptr_to([start + row, head * D + n * 8 + lane % 4 * 2]), word)
+                        if FP8:
+                            store_fp8(m, r, row)
+                        else:
+                            for n in T.unroll(DT):
+                                T.ptx[PACK_Y](word, acc[m, n, 2 * r + 1] * factor, acc[m, n, 2 * r] * factor)
+                                T.ptx["st.global.b32"](
+                                    y.ptr_to([start + row, head * D + n * 8 + lane % 4 * 2]), word)
 
     return prefill_attention
-
-
-def check_spec(spec: AttentionSpec) -> None:
-    check_dtypes(spec.activation_dtype, spec.kv_dtype)
-    if spec.activation_dtype != spec.kv_dtype:
-        raise CompileError(f"prefill attention: activations {spec.activation_dtype} and pages {spec.kv_dtype} differ; "
-                           "build with one dtype for both")
-    if spec.head_dim % 16 or spec.num_heads % spec.num_kv_heads:
-        raise CompileError(f"prefill attention: head_dim {spec.head_dim} must be a multiple of 16 and {spec.num_heads} "
-                           f"heads a multiple of {spec.num_kv_heads} KV heads")
 
 
 def prefill_attention(spec: AttentionSpec, arch: str = "sm_90a",
                       tuning: PrefillTuning | hopper.HopperTuning | None = None) -> Kernel:
     """q I[t, H*D], layer, pages, page_table i32[b, max_pages], query_start i32[b+1], lengths i32[b] → y I[t, H*D]."""
-    check_spec(spec)
+    check_pages("prefill attention", spec)
     few = None
     if tuning is None:
         use_hopper = arch == "sm_90a" and hopper.supported(spec)
         tuning = hopper.default_tuning(spec) if use_hopper else default_tuning(spec, arch)
         few = hopper.default_for_few(spec) if use_hopper else None
-    name = (f"prefill_attention_{SHORT[spec.kv_dtype]}_h{spec.num_heads}x{spec.num_kv_heads}_d{spec.head_dim}"
+    name = (f"prefill_attention_{page_name(spec)}_h{spec.num_heads}x{spec.num_kv_heads}_d{spec.head_dim}"
             f"_p{spec.page_size}x{spec.max_pages}" + (f"_w{spec.window}" if spec.window else ""))
     on_hopper = isinstance(tuning, hopper.HopperTuning)
     func = finish(hopper.function(spec, tuning, few), early=True) if on_hopper else finish(_function(spec, tuning))

@@ -93,7 +93,7 @@ class HopperTuning:
 
 
 def supported(spec: AttentionSpec) -> bool:
-    return spec.head_dim in (64, 128, 256) and fits(spec, default_tuning(spec))
+    return not spec.fp8 and spec.head_dim in (64, 128, 256) and fits(spec, default_tuning(spec))
 
 
 def fits(spec: AttentionSpec, tuning: HopperTuning) -> bool:

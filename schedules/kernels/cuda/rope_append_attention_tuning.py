@@ -68,6 +68,11 @@ def can_fuse(spec: AttentionSpec, arch: str) -> bool:
 # (sequences x KV heads, at most) → cluster, stages, blocks on a multiprocessor: measured best on an H200, with 4 warps
 # (docs/kernels_cuda_attention.md). The more pairs there are, the fewer blocks share one.
 CHOICES = {4: (16, 3, 1), 8: (8, 4, 1), 16: (4, 4, 1), 32: (4, 2, 2), 64: (2, 3, 1), 1024: (2, 2, 2)}
+# The same for e4m3 pages: cluster, warps, stages, key tiles, blocks. Half the bytes take as much arithmetic, so more warps
+# or tiles have to be there; and rows of 64 bytes are so little to wait for that twice the warps pay.
+FP8_CHOICES = {4: (16, 4, 2, 2, 1), 8: (8, 4, 2, 2, 1), 32: (4, 4, 2, 2, 1), 64: (2, 4, 3, 2, 1), 128: (2, 4, 3, 2, 0),
+               1024: (1, 4, 3, 2, 0)}
+FP8_NARROW_CHOICES = {**FP8_CHOICES, 128: (2, 8, 2, 2, 0), 1024: (1, 8, 2, 2, 0)}
 MANY_ROWS = 8                      # beyond, matmuls are not gemm_rows and need no L1
 LARGEST_CLUSTER = {"sm_90": 16, "sm_90a": 16, "sm_100a": 16}                               # 8 is what every one allows
 
@@ -77,12 +82,19 @@ def fused_tuning(spec: AttentionSpec, rows: int, arch: str) -> FusedTuning | Non
     pairs = rows * spec.num_kv_heads
     if not can_fuse(spec, arch) or pairs > max(CHOICES):
         return None
-    cluster, most_stages, blocks = CHOICES[min(limit for limit in CHOICES if pairs <= limit)]
-    if rows > MANY_ROWS and pairs > 64:
-        most_stages = 3
+    most_warps, key_tiles = 4, 1
+    if spec.fp8:
+        choices = FP8_NARROW_CHOICES if spec.head_dim <= 64 else FP8_CHOICES
+        cluster, most_warps, most_stages, key_tiles, blocks = choices[min(limit for limit in choices if pairs <= limit)]
+        if not DecodeTile(spec, key_tiles).ahead:
+            key_tiles = 1
+    else:
+        cluster, most_stages, blocks = CHOICES[min(limit for limit in CHOICES if pairs <= limit)]
+        if rows > MANY_ROWS and pairs > 64:
+            most_stages = 3
     cluster, least, budget = min(cluster, LARGEST_CLUSTER.get(arch, 8)), 0, LIMITS[arch][0]
     if rows <= MANY_ROWS and budget > 200:
-        least, budget = reserve(arch, blocks), 162
-    fitting = (FusedTuning(cluster, warps, stages, reserve=least)
-               for warps in (4, 2) for stages in range(most_stages, 1, -1))
+        least, budget = reserve(arch, max(1, blocks)), 162
+    fitting = (FusedTuning(cluster, warps, stages, key_tiles, least)
+               for warps in (8, 4, 2) if warps <= most_warps for stages in range(most_stages, 1, -1))
     return next((tuning for tuning in fitting if tuning.shared_bytes(spec) <= budget * 1024), None)

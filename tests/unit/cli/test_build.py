@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("options, words", [
     (["--max-context", "1"], "--max-context"), (["--max-context", "100000"], "supports 256 tokens"),
     (["--max-batch", "0"], "--max-batch"), (["--max-batch", str(10**18)], "at most 8388607 sequences"),
-    (["--page-size", str(10**18)], "page size"), (["--kv-dtype", "bfloat16"], "float16 or float32"),
+    (["--page-size", str(10**18)], "page size"), (["--kv-dtype", "bfloat16"], "float16, float32 or fp8"),
     (["--dtype", "float16"], "float32"), (["--disable", "x"], "unknown pass 'x'"),
     (["--enable", "FuseOps"], "these can be enabled: FoldNormWeights, FuseResidual"),
     (["--pretokenizer", "smollm"], "tokenizer.json"), (["--dump", "/proc/x"], "choose another --dump folder"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from relaxpack.dist.canary import Answer, Canary, CanarySet, compare, tolerance
+from relaxpack.dist.canary import Answer, Canary, CanarySet, compare, foreign_tolerance, tolerance
 from relaxpack.errors import CompileError, DamagedMemberError, NewerFormatError
 from relaxpack.runtime.canaries import check, record
 from relaxpack.runtime.step_plan import StepPlan
@@ -71,6 +71,8 @@ def test_newer_file() -> None:
 def test_tolerance_is_that_of_the_coarsest_part() -> None:
     assert tolerance(["f32"]) < tolerance(["f32", "f16"]) < tolerance(["q4_1"])
     assert tolerance(["f32"], "bfloat16") == tolerance(["bf16"])
+    assert tolerance(["f32"], kv_dtype="float8_e4m3fn") == tolerance(["q4_1"])
+    assert foreign_tolerance(["bf16"], "bfloat16", "float8_e4m3fn") == foreign_tolerance(["q4_1"], "bfloat16")
 
 
 class FakeRunner:

@@ -119,6 +119,9 @@ def test_decode_attention_equals_float64(s: AttentionSpec, lengths: list[int], t
     (spec(2, 1, 96, window=50), [100, 20], [90, 80], PrefillTuning(4, 1, 32), 1.0),
     (spec(1, 1, 256, 8), [3, 70], [0, 0], PrefillTuning(8, 1, 64), 5.0),
     (spec(1, 1, 64), [2] * 40, [3] * 40, PrefillTuning(4, 1, 16), 1.0),                      # more than 32 sequences
+    (spec(2, 1, 128, kv=FP8), [1, 17, 130], [0, 5, 70], PrefillTuning(4, 2, 32), 1.0),
+    (spec(2, 1, 96, window=50, dtype="float16", kv=FP8), [100, 20], [90, 80], PrefillTuning(4, 1, 32), 30.0),
+    (spec(2, 2, 64, 64, kv=FP8), [1, 0, 64, 129], [100, 0, 1, 63], PrefillTuning(4, 2, 64), 1e-2),
     (spec(8, 2, 128), [1, 17, 130], [0, 5, 370], HopperTuning(blocks=3), 1.0),                # tours of several tiles
     (spec(7, 1, 64, window=50), [100, 0, 20] + [2] * 40, [390, 0, 80] + [3] * 40,
      HopperTuning(consumers=3, blocks=5), 1.0),                                              # 27 tokens of 7 heads a tile
