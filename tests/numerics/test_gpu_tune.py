@@ -291,17 +291,19 @@ def test_every_job_has_the_rules_choice_first_and_others() -> None:
 
 
 @pytest.mark.slow
-def test_prepared_libraries_hold_every_function_of_the_index(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_prepared_libraries_hold_every_function_of_the_index(tmp_path: Path, processes: int) -> None:
     import lzma
 
     if sys.platform != "linux" or not _can_compile():
         pytest.skip("no CUDA compiler")
     job = replace(tune_tasks.norm_job("1b", True), only=lambda choice: choice["threads"] >= 256)
-    tune_tasks.prepare(tmp_path, [job])
+    tune_tasks.prepare(tmp_path, [job], processes=processes, per_module=2)
     index = json.loads(lzma.decompress((tmp_path / "tune.json.xz").read_bytes()))
     task, = index["tasks"]
     functions = {stage["function"] for one in task["candidates"] for stage in one["stages"]}
     assert functions == set(index["libraries"]) and len(functions) == len(task["candidates"])
+    assert len(set(index["libraries"].values())) == -(-len(functions) // 2)
     for library in set(index["libraries"].values()):
         assert lzma.decompress((tmp_path / f"{library}.xz").read_bytes()).startswith(b"\x7fELF")
 
