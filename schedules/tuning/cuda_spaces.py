@@ -42,8 +42,13 @@ def _norm(arch: str) -> KernelFamily:
         default, most = norm.default_tuning(spec, arch), -(-spec.hidden_size // 8 // 32) * 32
         launches = (False, True) if early_launch(arch) else (False,)
         threads = tuple(sorted({32, 64, 128, 256, 512, 1024, default.threads}))
-        space = SearchSpace({"threads": threads, "dependent_launch": launches}, asdict(default),
-                            lambda given: given["threads"] <= most and most <= 8 * given["threads"])
+        count = decode_tuning.LIMITS[arch][2]
+        blocks = (0, 2 * count, 4 * count, 8 * count)
+
+        def fits(given: Parameters) -> bool:
+            return given["threads"] <= most <= 8 * given["threads"] and given["blocks"] * given["threads"] <= 2048 * count
+
+        space = SearchSpace({"threads": threads, "dependent_launch": launches, "blocks": blocks}, asdict(default), fits)
         return (Part(1, None, space),)
 
     def make(spec: NormSpec, given: Mapping[str, Any]) -> Kernel:

@@ -91,13 +91,14 @@ def test_a_quantised_weight_is_what_packing_makes_of_it(name: str) -> None:
     assert np.array_equal(plain.astype(ml_dtypes.bfloat16).astype(np.float64), plain)
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_a_norm(residual: bool) -> None:
+@pytest.mark.parametrize(("residual", "blocks"), [(False, 0), (True, 0), (False, 2), (True, 4), (True, 16)])
+def test_a_norm(residual: bool, blocks: int) -> None:
     spec = NormSpec(256, 1e-5, "bfloat16", residual)
     cases = check_cases("cuda.norm", spec, 4, 7)
     assert [case.rows for case in cases] == [1, 3, 4, 9]
-    held = _run(norm_kernel(spec, "sm_90a", NormTuning(32, True)), cases[1], (3,), 32)
-    assert _error(cases[1], held) < 1
+    for case in cases:
+        held = _run(norm_kernel(spec, "sm_90a", NormTuning(64, True, blocks)), case, (min(case.rows, blocks or 99),), 64)
+        assert _error(case, held) < 1, case.rows
 
 
 @pytest.mark.parametrize("epsilon", [None, 1e-6])

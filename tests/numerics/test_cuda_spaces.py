@@ -108,11 +108,12 @@ def test_every_choice_of_a_norm_makes_a_kernel(arch: str) -> None:
     family = families_for(parse_target(f"cuda:{arch}"))["cuda.norm"]
     part, = family.parts(spec)
     names = {family.make(spec, choice).stages[0].name for choice in part.space.all()}
-    assert len(names) == part.space.size() == (7 if arch == "sm_90a" else 3)
+    assert len(names) == part.space.size() >= (20 if arch == "sm_90a" else 10)
     rule, = family.make(spec, {}).stages
     assert rule.name == CudaKernels(parse_target(f"cuda:{arch}")).norm(spec).stages[0].name and rule.name not in names
     assert ("tirx.use_programtic_dependent_launch" in str(rule.func.attrs)) == (arch == "sm_90a")
     assert any("in_turn" in name for name in names) == (arch == "sm_90a")
+    assert any("_bl" in name for name in names)
     assert family.workload(spec) == family.workload(replace(spec, epsilon=1e-5))    # a record serves both
 
 
