@@ -214,15 +214,17 @@ class Bench:
 
         fmt, swiglu = FORMATS[variant["weight"]], variant["options"].get("swiglu", False)
         layout = weight_layout(fmt, n, k, swiglu)
-        if n * k > 1 << 22:                 # timing only: random bytes, small scales
+        if n * k > 1 << 22:                 # random bytes, small scales
             sets = []
             for _ in range(copies):
                 buffers = []
                 for suffix, shape, dtype in layout.buffers:
                     if suffix == "codes":
-                        buffers.append(torch.randint(-2**31, 2**31, shape, device="cuda", dtype=torch.int64).to(torch.int32))
+                        random = torch.randint(-2**31, 2**31, shape, device="cuda", dtype=torch.int64).to(torch.int32)
+                        buffers.append(random & ~0x40404040 if fmt.e4m3 else random)        # no NaN
                     else:
-                        buffers.append(torch.full(shape, 0.01, device="cuda", dtype=getattr(torch, dtype)))
+                        small = torch.rand(shape, generator=self.generator, device="cuda") * 0.01 + 0.005
+                        buffers.append(small.to(getattr(torch, dtype)))
                 sets.append(buffers)
             return sets, None
         rng = np.random.default_rng(seed)

@@ -25,64 +25,83 @@ from benchmarks.gpu.matmul_variants import LINEARS
 
 LAYERS = 12
 EPSILON = 1e-5
-CHAINS = (("1b", None), ("8b", "q4_1"), ("8b", None), ("8b", "q4_0"), ("7b", None), ("8b", "q8_0"))
-HEADS = (("1b", None), ("8b", None), ("8b", "q4_1"), ("8b", "q8_0"))
+CHAINS = (("8b", "q4_1"), ("8b", "q4_0"), ("8b", "q8_0"), ("1b", None), ("8b", None), ("7b", None))
+HEADS = (("1b", None), ("8b", None), ("8b", "q4_1"), ("8b", "q4_0"), ("8b", "q8_0"))
 PARTS = ("qkv", "o", "gate_up", "down")
-Config = tuple[int, int, bool, int, int]      # warps, unroll, ahead, strips, blocks_per_sm
+ROWS = (1, 2, 4, 8)
+# Kernel, warps, unroll, then ahead ("bulk": stages), strips ("row": rows of x), blocks_per_sm.
+Config = tuple[str, int, int, int, int, int]
 
 
-def rule(n: int, k: int, swiglu: bool, weight: str | None) -> Config:
-    """What `linear.py` picks for one row."""
+def rule(n: int, k: int, swiglu: bool, weight: str | None, rows: int) -> Config:
+    """What `linear.py` picks for so many rows."""
     from relaxpack.kernel_spec import LinearSpec
     from relaxpack.schedules.kernels.cuda.linear import hopper_plan, quantized_plan
     from relaxpack.weight_format import FORMATS
 
     if weight is None:
-        options = hopper_plan(n, k, 1, swiglu)[1]
+        family, options = hopper_plan(n, k, rows, swiglu)
     else:
-        spec = LinearSpec(n, k, FORMATS[weight], "decode", "bfloat16", "bfloat16", max_rows=1,
+        spec = LinearSpec(n, k, FORMATS[weight], "decode", "bfloat16", "bfloat16", max_rows=rows,
                           glu="swiglu" if swiglu else None)
-        options = quantized_plan(spec, 1, True)[1]
-    return (options["warps"], options["unroll"], bool(options.get("ahead", False)), options.get("strips", 1),
-            options.get("blocks_per_sm", 0))
+        family, options = quantized_plan(spec, rows, True)
+    kernel = {"gemm_rows_bulk": "bulk", "gemm_row_quant": "row"}.get(family, "rows")
+    return (kernel, options["warps"], options["unroll"], int(options.get("stages", options.get("ahead", False))),
+            options["columns"] if kernel == "row" else options.get("strips", 1), options.get("blocks_per_sm", 0))
 
 
 def configs(k: int, weight: str | None) -> list[Config]:
     """Registers are limited to what the last number lets be there at once: 64 for 1024 threads, 128 for 512."""
     if weight is None:
-        found = [(16, 2, False, 1, 2), (8, 2, False, 1, 4), (8, 4, False, 1, 2), (16, 1, True, 1, 2), (16, 2, True, 1, 1),
-                 (8, 2, True, 1, 2), (16, 4, False, 1, 1), (8, 1, True, 1, 4), (8, 2, False, 1, 3), (32, 1, False, 1, 1)]
+        plain = [(16, 2, 0, 1, 2), (8, 2, 0, 1, 4), (8, 4, 0, 1, 2), (16, 1, 1, 1, 2), (16, 2, 1, 1, 1),
+                 (8, 2, 1, 1, 2), (16, 4, 0, 1, 1), (8, 1, 1, 1, 4), (8, 2, 0, 1, 3), (32, 1, 0, 1, 1)]
     else:
-        found = [(16, 2, True, 1, 2), (16, 1, True, 1, 2), (16, 2, False, 1, 2), (16, 1, False, 1, 2), (8, 2, False, 1, 4),
-                 (8, 2, False, 1, 3), (8, 4, False, 1, 3), (8, 1, False, 2, 4), (8, 2, False, 2, 3), (16, 1, False, 2, 2),
-                 (8, 1, True, 1, 4)]
-    return [c for c in found if c[0] * c[1] * (1 + c[2]) * 64 <= k]
+        plain = [(16, 2, 1, 1, 2), (8, 2, 0, 1, 4), (8, 4, 0, 1, 3), (8, 1, 0, 2, 4)]
+    found: list[Config] = [("rows", *c) for c in plain if c[0] * c[1] * (1 + c[2]) * 64 <= k]
+    if weight in ("q4_0", "q4_1"):
+        single = [(8, 1, 0, 1, 4), (8, 1, 1, 1, 4), (8, 1, 1, 1, 3), (8, 1, 1, 1, 2), (8, 2, 0, 1, 3), (16, 1, 0, 1, 2),
+                  (16, 1, 0, 1, 1), (16, 1, 1, 1, 1), (8, 2, 1, 1, 2), (14, 1, 0, 1, 2), (14, 1, 1, 1, 1), (14, 2, 0, 1, 1),
+                  (7, 2, 1, 1, 2)]
+        found += [("row", *c) for c in single if c[0] * c[1] * (1 + c[2]) * 256 <= k]
+    if weight is not None:
+        found += [("bulk", *c) for c in ((8, 2, 4, 1, 3), (8, 4, 2, 1, 3), (16, 2, 2, 1, 2), (16, 4, 1, 1, 2))
+                  if c[0] * c[1] * 64 <= k]
+    return found
 
 
 def head_configs(weight: str | None) -> list[Config]:
-    found = [(8, 2, False, 1, 4), (8, 1, True, 1, 4), (8, 2, False, 1, 3), (8, 4, False, 1, 2)]
-    return [*found, (8, 1, False, 2, 4), (8, 4, False, 1, 3), (16, 2, False, 1, 2)] if weight is not None else found
+    found: list[Config] = [("rows", 8, 2, 0, 1, 4), ("rows", 8, 1, 1, 1, 4)]
+    if weight is not None:
+        found += [("rows", 8, 1, 0, 2, 4), ("rows", 8, 4, 0, 1, 3), ("bulk", 4, 4, 4, 1, 4)]
+    if weight in ("q4_0", "q4_1"):
+        found += [("row", 8, 1, 1, 1, 4), ("row", 4, 2, 1, 1, 5), ("row", 8, 2, 0, 1, 3), ("row", 4, 1, 1, 1, 8)]
+    return found
 
 
 def name_of(part: str, model: str, weight: str | None, config: Config, role: str) -> str:
-    return f"chain_{model}_{weight or 'bf16'}_{part}_{role}_" + "_".join(str(int(c)) for c in config)
+    return f"chain_{model}_{weight or 'bf16'}_{part}_{role}_" + "_".join(str(c) for c in config)
 
 
 # --- building machine -------------------------------------------------------------------------------------------------
 
 def kernel(n: int, k: int, weight: str | None, config: Config, name: str, **options: Any) -> Any:
+    from relaxpack.schedules.kernels.cuda.gemm_row_quant import gemm_row_quant
     from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
+    from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
     from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
     from relaxpack.weight_format import FORMATS
 
-    warps, unroll, ahead, strips, blocks = config
-    common: dict[str, Any] = {"warps": warps, "unroll": unroll, "ahead": ahead, "strips": strips, "blocks_per_sm": blocks,
-                              "dependent_launch": True, "name": name, **options}
+    kind, warps, unroll, ahead, strips, blocks = config
+    more = {"rows": {"ahead": bool(ahead), "strips": strips}, "bulk": {"stages": ahead},
+            "row": {"ahead": bool(ahead), "columns": strips}}[kind]
+    common: dict[str, Any] = {"warps": warps, "unroll": unroll, "blocks_per_sm": blocks, "dependent_launch": True,
+                              "name": name, **more, **options}
     out_dtype = common.pop("out_dtype", "bfloat16")
     common["glu"] = "swiglu" if common.pop("swiglu", False) else None
     if weight is None:
         return gemm_rows(n, k, "bfloat16", out_dtype, **common)
-    return gemm_rows_quant(n, k, FORMATS[weight], "bfloat16", out_dtype, **common)
+    make = {"rows": gemm_rows_quant, "bulk": gemm_rows_bulk, "row": gemm_row_quant}[kind]
+    return make(n, k, FORMATS[weight], "bfloat16", out_dtype, **common)
 
 
 def role_options(part: str, role: str) -> dict[str, Any]:
@@ -100,23 +119,27 @@ def kernels() -> dict[str, tuple[Any, ...]]:
     for model, weight in CHAINS:
         for part in PARTS:
             n, k, swiglu = LINEARS[f"{model}.{part}"]
-            mine = rule(n, k, swiglu, weight)
-            for config, role in [(mine, "plain"), (mine, "folded"), *((c, "folded") for c in configs(k, weight))]:
+            mine = {rule(n, k, swiglu, weight, rows) for rows in ROWS}
+            for config, role in [*((c, role) for c in mine for role in ("plain", "folded")),
+                                 *((c, "folded") for c in configs(k, weight))]:
                 found[name_of(part, model, weight, config, role)] = (n, k, weight, config, role_options(part, role))
     for model, weight in HEADS:
         n, k, swiglu = LINEARS[f"{model}.head"]
-        for config in {rule(n, k, swiglu, weight), *head_configs(weight)}:
+        for config in {rule(n, k, swiglu, weight, 1), *head_configs(weight)}:
             found[name_of("head", model, weight, config, "folded")] = (
                 n, k, weight, config, {"norm_epsilon": EPSILON, "out_dtype": "float32"})
     for weight in (None, "q4_0", "q4_1", "q8_0", "fp8"):
         for part, (n, k) in (("o", (1072, 1088)), ("qkv", (1040, 2112)), ("gate_up", (1056, 1088))):
-            for config in ((8, 2, False, 1, 4), (4, 2, True, 2, 2)):
-                name = f"check_{weight or 'bf16'}_{part}_{config[0]}"
+            four: tuple[Config, ...] = (("row", 8, 1, 1, 1, 4), ("row", 4, 2, 0, 2, 2), ("row", 4, 1, 1, 4, 2))
+            eight: tuple[Config, ...] = (("bulk", 4, 2, 2, 1, 3),) if weight is not None else ()
+            for config in (("rows", 8, 2, 0, 1, 4), ("rows", 4, 2, 1, 2, 2), *eight,
+                           *(four if weight in ("q4_0", "q4_1") else ())):
+                name = f"check_{weight or 'bf16'}_{part}_" + "_".join(str(c) for c in config)
                 found[name] = (n, k, weight, config, role_options(part, "folded"))
     return found
 
 
-def build(folder: Path, only: str = "") -> None:
+def build(folder: Path, only: tuple[str, ...] = ("",)) -> None:
     """`only`: how the names of the kernels begin that are wanted ("check": no chains)."""
     from relaxpack.kernel_spec import NormSpec
     from relaxpack.schedules.kernels.cuda.norm import norm
@@ -129,8 +152,9 @@ def build(folder: Path, only: str = "") -> None:
     index = compile_parts(folder, "fuse", wanted)
     checks = {name: [n, k, weight, options] for name, (n, k, weight, _, options) in kernels().items()
               if name.startswith("check")}
-    rules = {f"{model} {weight}": {part: rule(*LINEARS[f"{model}.{part}"], weight) for part in (*PARTS, "head")
-                                   if f"{model}.{part}" in LINEARS} for model, weight in CHAINS}
+    rules = {f"{model} {weight} {rows}": {part: rule(*LINEARS[f"{model}.{part}"], weight, rows) for part in (*PARTS, "head")
+                                          if f"{model}.{part}" in LINEARS}
+             for model, weight in CHAINS for rows in ROWS}
     (folder / "index.json").write_text(json.dumps({"kernels": index, "checks": checks, "rules": rules}))
 
 
@@ -242,10 +266,10 @@ class Run:
         for part, (n, k, swiglu) in shapes.items():
             for layer in layers:                # every layer has numbers of its own
                 layer[part] = self.weights(n, k, weight, swiglu)[0][0]
-        mine: dict[str, Config] = {
-            part: (c[0], c[1], c[2], c[3], c[4]) for part, c in self.index["rules"][f"{model} {weight}"].items()}
         size = sum(sum(b.numel() * b.element_size() for b in one) for one in layers[0].values())
-        for rows in (1, 8):
+        eight: dict[str, Config] = {part: tuple(c) for part, c in self.index["rules"][f"{model} {weight} 8"].items()}
+        for rows in ROWS:
+            mine: dict[str, Config] = {part: tuple(c) for part, c in self.index["rules"][f"{model} {weight} {rows}"].items()}
             state = {"x": self.bench.random((rows, h), "bfloat16"), "attention": self.bench.random((rows, h), "bfloat16"),
                      "g": self.bench.random((h,), "float32").abs() + 0.5}
 
@@ -262,12 +286,17 @@ class Run:
             for _ in range(2):
                 best, end = self.chain(model, weight, rows, roles, choice, layers, state)
                 note("norms inside", best, mine, self.difference(end, expected))
-            if rows == 8:
+            if mine != eight:
+                us, end = self.chain(model, weight, rows, roles, eight, layers, state)
+                note("norms inside, kernels for eight rows", us, eight, self.difference(end, expected))
+            if rows > 1:
                 continue
             for part in PARTS:
                 for config in configs(shapes[part][1], weight):
                     if time.time() > self.until:
                         return
+                    if name_of(part, model, weight, config, "folded") not in self.index["kernels"]:
+                        continue
                     tried = choice | {part: config}
                     us, end = self.chain(model, weight, rows, roles, tried, layers, state)
                     note(f"{part} {config}", us, tried, self.difference(end, expected))
@@ -280,12 +309,14 @@ class Run:
         from benchmarks.gpu.kernels_matmul import copies_to_rotate
 
         for model, weight in HEADS:
+            mine = tuple(self.index["rules"][f"{model} {weight} 1"]["head"])
+            if name_of("head", model, weight, mine, "folded") not in self.index["kernels"]:
+                continue
             n, k, _ = LINEARS[f"{model}.head"]
             copies, _ = self.weights(n, k, weight, False, copies_to_rotate(n * k))
             x, y = self.bench.random((1, k), "bfloat16"), self.torch.empty((1, n), device="cuda")
             squares = self.torch.rand((1, k // 16), device="cuda")
             size = sum(b.numel() * b.element_size() for b in copies[0])
-            mine = self.index["rules"][f"{model} {weight}"]["head"]
             for config in [mine, *head_configs(weight), mine]:
                 function = self.function(name_of("head", model, weight, tuple(config), "folded"))
                 us = self.bench.time([partial(function, x, *b, squares, y) for b in copies], 21)
@@ -306,17 +337,19 @@ class Run:
             except Exception as error:      # one broken kernel must not hide the others
                 self.result["failures"].append({"name": name, "error": f"{type(error).__name__}: {error}"[:400]})
         self.save()
-        if time.time() < self.until:
-            self.heads()
         for model, weight in CHAINS:
             if time.time() > self.until:
                 break
+            if not any(name.startswith(f"chain_{model}_{weight or 'bf16'}_o") for name in self.index["kernels"]):
+                continue
             try:
                 self.compare(model, weight)
             except Exception as error:
                 self.result["failures"].append({"name": f"{model} {weight}",
                                                 "error": f"{type(error).__name__}: {error}"[:400]})
             self.save()
+        if time.time() < self.until:
+            self.heads()
 
 
 def table(result: dict[str, Any]) -> None:
@@ -340,9 +373,10 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--limit", type=float, default=100, help="seconds")
+    parser.add_argument("--only", nargs="*", default=[""], help="build: how the names of the wanted kernels begin")
     options = parser.parse_args()
     if options.command == "build":
-        build(options.folder)
+        build(options.folder, tuple(options.only))
         return 0
     run = Run(options.folder, options.out, options.limit)
     run.all()

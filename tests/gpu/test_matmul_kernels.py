@@ -38,10 +38,10 @@ def test_norms_inside_matmuls(tmp_path: Path) -> None:
     if not folder.exists():
         if setup.runtime_only():
             pytest.skip("no compiler here and RELAXPACK_GPU_KERNELS has no folder norms")
-        build(folder, "check")
+        build(folder, ("check",))
     run = Run(folder, tmp_path, limit=0)        # checks only
     run.all()
-    assert not run.result["failures"] and len(run.result["checks"]) == 90
+    assert not run.result["failures"] and len(run.result["checks"]) == 180
     bad = [c for c in run.result["checks"] if not (c["ok"] and c["same_again"])]
     assert not bad, bad[:5]
 

@@ -11,6 +11,7 @@ import numpy as np
 import relaxpack.tvm_setup  # noqa: F401  isort: skip
 import tvm
 from relaxpack.schedules.cuda_compile import compile_module, device_modules
+from relaxpack.schedules.kernels.cuda.packing import pack, row_order, weight_layout
 from relaxpack.target import parse_target
 from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
 from tests.helpers import cuda_emulator
@@ -69,6 +70,41 @@ def random_quantized(rng: np.random.Generator, name: str, n: int, k: int) -> Qua
     scales = (rng.random(groups) * 0.02 + 0.001).astype(fmt.scale_dtype)
     minimums = (rng.standard_normal(groups) * 0.05).astype(fmt.scale_dtype) if fmt.minimum == "stored" else None
     return QuantizedTensor(fmt, codes, scales, minimums)
+
+
+def random_weight(rng: np.random.Generator, name: str, n: int, k: int) -> QuantizedTensor:
+    """`random_quantized`, fp8 formats included (no NaN)."""
+    fmt = FORMATS[name]
+    if not fmt.e4m3:
+        return random_quantized(rng, name, n, k)
+    codes = (rng.integers(0, 127, (n, k)) + 128 * rng.integers(0, 2, (n, k))).astype(np.uint8)
+    return QuantizedTensor(fmt, codes, (rng.random((n, fmt.groups(k))) * 0.002 + 0.0001).astype(np.float32))
+
+
+def late_buffers(options: dict[str, Any]) -> tuple[str, ...]:
+    """What the kernel before writes, for `emulate`."""
+    if not options.get("dependent_launch"):
+        return ()
+    return ("x", "residual") if options.get("residual") else ("x",)
+
+
+def quantized_product(rng: np.random.Generator, kernel: Any, weight: QuantizedTensor, x: np.ndarray,
+                      options: dict[str, Any], grid: tuple[int, ...], threads: int,
+                      becomes: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(float32 outputs of `kernel` for random bias and residual where `options` say so, float64 reference). `becomes`: the
+    weight that the kernel is expected to multiply, where that is not exactly the true one."""
+    (n, k), t, glu = weight.shape, len(x), options.get("glu")
+    dtype = {np.dtype(kind): name for name, kind in NUMPY.items()}[x.dtype]
+    out = n // 2 if glu else n
+    bias = rng.standard_normal(n).astype(np.float32) if options.get("bias") else None
+    residual = random_array(rng, (t, out), dtype) if options.get("residual") else None
+    y = poisoned((t, out), "float32")
+    emulate(kernel(n, k, weight.format, dtype, "float32", **options), grid, threads, machine_code=False,
+            cluster=options.get("split", 1), late=late_buffers(options), x=x, y=y, t=t,
+            **pack(weight_layout(weight.format, n, k, glu is not None), weight),
+            **({} if bias is None else {"bias": bias[row_order(n, glu is not None)]}),
+            **({} if residual is None else {"residual": residual}))
+    return y, reference_linear(x, weight if becomes is None else becomes, bias, residual, glu)
 
 
 def reference_linear(x: np.ndarray, weight: np.ndarray | QuantizedTensor, bias: np.ndarray | None = None,

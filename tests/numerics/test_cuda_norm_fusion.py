@@ -11,6 +11,7 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401  isort: skip
 from relaxpack.kernel_spec import NORM_GROUP
+from relaxpack.schedules.kernels.cuda.gemm_row_quant import gemm_row_quant
 from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
 from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
 from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
@@ -30,7 +31,8 @@ def run(name: str, weight: Any, x: np.ndarray, y: np.ndarray, options: dict[str,
     out = "float32" if y.dtype == np.float32 else "bfloat16"
     if fmt.quantized:
         options = dict(options)
-        func = (gemm_rows_bulk if options.pop("bulk", False) else gemm_rows_quant)(n, k, fmt, "bfloat16", out, **options)
+        rows = gemm_rows_bulk if options.pop("bulk", False) else gemm_rows_quant
+        func = (gemm_row_quant if options.get("columns", 8) < 8 else rows)(n, k, fmt, "bfloat16", out, **options)
     else:
         func, packed = gemm_rows(n, k, "bfloat16", out, **options), {"weight": packed[""]}
     if "bias" in buffers:
@@ -55,6 +57,8 @@ def rms(x: np.ndarray) -> np.ndarray:
     ("q4_1", 48, 320, 2, {"warps": 2, "bias": True, "unroll": 1}),
     ("fp8", 64, 512, 1, {"warps": 4}),
     ("q4_1", 48, 512, 3, {"warps": 2, "unroll": 2, "bulk": True, "dependent_launch": True}),
+    ("q4_1", 48, 512, 3, {"warps": 2, "columns": 1, "dependent_launch": True}),
+    ("q4_0", 48, 576, 5, {"warps": 2, "columns": 4, "ahead": True}),
 ])
 def test_the_matmul_before_a_norm(rng, name, n, k, t, options):
     x = case.random_array(rng, (t, k), "bfloat16")
@@ -79,6 +83,8 @@ def test_the_matmul_before_a_norm(rng, name, n, k, t, options):
     ("q4_1", 64, 576, 3, {"warps": 4, "bias": True, "glu": "swiglu"}),
     ("q6_k", 48, 320, 2, {"warps": 2, "unroll": 1}),
     ("q4_0", 64, 512, 8, {"warps": 4, "unroll": 2, "bulk": True, "dependent_launch": True, "glu": "swiglu"}),
+    ("q4_0", 64, 512, 2, {"warps": 2, "columns": 1, "dependent_launch": True, "glu": "swiglu"}),
+    ("q4_1", 48, 576, 3, {"warps": 2, "columns": 2, "bias": True}),
 ])
 def test_the_matmul_after_a_norm(rng, name, n, k, t, options):
     scaled, squares = case.random_array(rng, (t, k), "bfloat16", 2.0), rng.random((t, k // NORM_GROUP), np.float32) * 50

@@ -73,7 +73,7 @@ class Codes:
                 T.ptx[LOAD4](registers[base], registers[base + 1], registers[base + 2], registers[base + 3],
                              buffer.ptr_to([first]))
 
-        stored, chunks = self.stored, self.chunks
+        stored, chunks, self.load_scales = self.stored, self.chunks, load_scales
 
         @T.inline
         def load(c, o, sc, mn, so, codes, scales, minimums, strip, chunk, lane, there):

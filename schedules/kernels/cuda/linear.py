@@ -18,12 +18,13 @@ from relaxpack.schedules.kernels.cuda.gemm_few import few_body
 from relaxpack.schedules.kernels.cuda.gemm_few_quant import gemm_few_quant
 from relaxpack.schedules.kernels.cuda.gemm_many import many_body
 from relaxpack.schedules.kernels.cuda.gemm_mixed import gemm_mixed
+from relaxpack.schedules.kernels.cuda.gemm_row_quant import gemm_row_quant
 from relaxpack.schedules.kernels.cuda.gemm_rows import rows_body
 from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
 from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
 from relaxpack.schedules.kernels.cuda.gemm_tiles import tiles_body
 from relaxpack.schedules.kernels.cuda.packing import weight_layout
-from relaxpack.schedules.kernels.cuda.quantized_tilings import bulk_tiling, mixed_tiling
+from relaxpack.schedules.kernels.cuda.quantized_tilings import bulk_tiling, mixed_tiling, row_tiling
 from relaxpack.weight_format import WeightFormat
 
 MULTIPROCESSORS = 132
@@ -42,11 +43,12 @@ FAMILIES: dict[str, tuple[Callable[..., Any], str]] = {
     "gemm_rows": (rows_body, "xy"), "gemm_few": (few_body, "x"), "gemm_many": (many_body, "x"),
     "gemm_tiles": (tiles_body, "xy")}
 QUANTIZED_FAMILIES: dict[str, Callable[..., Any]] = {
-    "gemm_rows_quant": gemm_rows_quant, "gemm_rows_bulk": gemm_rows_bulk, "gemm_few_quant": gemm_few_quant,
-    "gemm_mixed": gemm_mixed}
+    "gemm_row_quant": gemm_row_quant, "gemm_rows_quant": gemm_rows_quant, "gemm_rows_bulk": gemm_rows_bulk,
+    "gemm_few_quant": gemm_few_quant, "gemm_mixed": gemm_mixed}
 Plan = tuple[str, dict[str, int]]
-NORM_FAMILIES = ("gemm_rows",)       # families that can have a norm inside
-KNOW_NORMS = ("gemm_rows_co", "gemm_rows_quant_", "gemm_rows_bulk_")    # how the names of stages with a RowsEpilogue begin
+NORM_FAMILIES = ("gemm_rows", "gemm_row_quant")      # families that can have a norm inside
+# How the names of stages with a RowsEpilogue begin.
+KNOW_NORMS = ("gemm_rows_co", "gemm_row_quant_", "gemm_rows_quant_", "gemm_rows_bulk_")
 
 
 def linear(spec: LinearSpec, arch: str) -> Kernel:
@@ -205,6 +207,8 @@ def _kernel(spec: LinearSpec, family: str, body: Any, **launch: Any) -> Kernel:
 def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict[str, Any]]:
     """Kernel and options for up to UNPACK_ROWS rows of x and a packed weight."""
     n, k, weight = spec.out_features, spec.in_features, spec.weight
+    if rows == 1 and weight.bits == 4 and weight.group_size == 32:
+        return "gemm_row_quant", row_tiling(n, k, rows)
     if hopper and rows <= 8 and k >= 2048 and (weight.bits == 8 or weight.scale_dtype == "float32" or n > 65536):
         return "gemm_rows_bulk", bulk_tiling(n, k, rows, weight)
     if hopper and rows > 8 and _fits_tma(spec):
@@ -216,7 +220,7 @@ def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict
         if columns == 8 and weight.group_size == 16:
             return "gemm_rows_quant", {"columns": 8, "warps": 16, "unroll": 2, "ahead": True}
         if columns == 8 and not heavy:
-            return "gemm_rows_quant", {"columns": 8, **_quantized_rows(n, k, weight)}
+            return "gemm_rows_quant", {"columns": 8, **rows_tiling(n, k, weight)}
         return "gemm_rows_quant", {"columns": columns, "warps": 8, "unroll": 4 if heavy and n <= 8192 else 2}
     strips = 2 if n >= 8192 else 1
     blocks = -(-n // (128 * strips))
@@ -224,8 +228,8 @@ def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict
     return "gemm_few_quant", {"columns": -(-rows // 8) * 8, "strips": strips, "warps": 8, "split": split}
 
 
-def _quantized_rows(n: int, k: int, weight: WeightFormat) -> dict[str, Any]:
-    """Tiling of gemm_rows_quant for 1 to 8 rows. blocks_per_sm is what decides: 65 registers instead of 64 leave a block of
+def rows_tiling(n: int, k: int, weight: WeightFormat) -> dict[str, Any]:
+    """Tiling of gemm_rows_quant for up to 8 rows. blocks_per_sm is what decides: 65 registers instead of 64 leave a block of
     16 warps alone on its multiprocessor, which costs a third."""
     if n > 8192:
         if weight.bits == 8:

@@ -18,6 +18,21 @@ def ceildiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def row_tiling(n: int, k: int, rows: int) -> Options:
+    """gemm_row_quant for 1 to 4 rows, by chains of whole layers. A short row of K is under way as a whole; a long one is cut
+    into rounds of so many warps that the last is nearly full. Registers must not spill: blocks_per_sm bounds them."""
+    columns = 1 if rows == 1 else 2 if rows == 2 else 4
+    units = ceildiv(k, 256)
+    if units < 16:
+        warps, ahead, per_sm = next(w for w in (8, 4, 2, 1) if w <= units), False, 3
+    elif k > 8192:
+        warps = max(range(12, 17), key=lambda w: (units / (ceildiv(units, w) * w), w))
+        ahead, per_sm = False, 2
+    else:
+        warps, ahead, per_sm = 8, True, 4 if n > 8192 else 2
+    return {"columns": columns, "warps": warps, "unroll": columns, "ahead": ahead, "blocks_per_sm": per_sm}
+
+
 def bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
     """gemm_rows_bulk for 1 to 8 rows: long rows by many warps, many short ones by small blocks, while there is one row."""
     if weight.bits == 4 and k > 8192:
@@ -59,6 +74,20 @@ def bulk_tilings(k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:
                         and block <= 225 * 1024 / per_sm):
                     yield {"columns": 8 if rows <= 8 else 16, "warps": warps, "unroll": unroll, "stages": stages,
                            "blocks_per_sm": per_sm}
+
+
+def row_tilings(k: int, rows: int) -> Iterator[Options]:
+    """gemm_row_quant for 1 to 4 rows: no more under way than there is of K, and than registers hold."""
+    columns = 1 if rows == 1 else 2 if rows == 2 else 4
+    units = ceildiv(k, 256)
+    for ahead in (False, True):
+        for warps in (2, 4, 7, 8, 14, 16):
+            for unroll in (1, 2):
+                for threads in (512, 768, 1024):
+                    flying = unroll * (1 + ahead)
+                    if threads // 32 >= warps and warps * flying <= units and flying * 20 <= 65536 // threads - 36:
+                        yield {"columns": columns, "warps": warps, "unroll": unroll * columns, "ahead": ahead,
+                               "blocks_per_sm": threads // 32 // warps}
 
 
 def mixed_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:

@@ -36,6 +36,8 @@ class RowsEpilogue:
         ITEMS = -(-columns * BO // THREADS)             # outputs per thread
         PARTS = K // NORM_GROUP                         # sums of squares per row
         LANE_PARTS, WARP_ROWS = -(-PARTS // 32), -(-columns // W)
+        COUNT = columns * BO                            # outputs of a block
+        WHOLE = -(-COUNT // 32) * 32                    # lanes of the warps that have some: all of them shuffle
         self.pitch, self.outputs = PITCH, OUT
         self.held = ITEMS * (residual + prepares_norm) or 1
         self.squares = LANE_PARTS if normed else 1
@@ -113,8 +115,9 @@ class RowsEpilogue:
                 item = T.meta_var(i * THREADS + tx)
                 m = T.meta_var(by * columns + item // BO)
                 f = T.meta_var(item % BO)               # output feature inside the block
-                there = T.meta_var(T.And(m < rows, bx * BO + f < OUT))
-                if item < columns * BO:                 # the same in all lanes of a warp
+                real = T.meta_var(T.And(m < rows, bx * BO + f < OUT))
+                there = T.meta_var(real if COUNT == WHOLE else T.And(item < COUNT, real))
+                if item < WHOLE:                        # the same in all lanes of a warp
                     if prepares_norm:
                         total[2] = T.float32(0)
                     if there:

@@ -8,8 +8,16 @@ from dataclasses import replace
 import pytest
 
 from relaxpack.kernel_spec import LinearSpec
-from relaxpack.schedules.kernels.cuda.linear import CLUSTERS, few_tiling, generic_plan, hopper_plan, many_tiling
+from relaxpack.schedules.kernels.cuda.linear import (
+    CLUSTERS,
+    few_tiling,
+    generic_plan,
+    hopper_plan,
+    many_tiling,
+    quantized_plan,
+)
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
+from relaxpack.schedules.kernels.cuda.quantized_tilings import row_tiling
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import FORMATS
 
@@ -47,6 +55,21 @@ def test_small_matrices_are_split_along_k_into_one_wave_of_clusters():
         assert split == 1 or -(-n // (64 * consumers)) <= CLUSTERS[split]
     assert few_tiling(2048, 8192, 128)["split"] == 6
     assert few_tiling(256, 512, 16)["split"] == 1               # no block without twelve k tiles
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_one_row_of_4_bit_weights_has_a_kernel_of_its_own(arch):
+    """Groups of 32 only; all of K belongs to some warp, and no warp is without work."""
+    for n, k, gated in SHAPES:
+        if k % 32:
+            continue
+        glu = "swiglu" if gated else None
+        spec = LinearSpec(n, k, FORMATS["q4_1"], "decode", "bfloat16", "bfloat16", max_rows=1, glu=glu)
+        family, options = quantized_plan(spec, 1, arch == "sm_90a")
+        assert family == "gemm_row_quant" and options["columns"] == 1
+        assert options["warps"] <= -(-k // 256) and options["warps"] * options["blocks_per_sm"] <= 32
+        assert quantized_plan(replace(spec, weight=FORMATS["q6_k"]), 1, arch == "sm_90a")[0] != "gemm_row_quant"
+    assert row_tiling(4096, 14336, 1)["warps"] == 14                # four full rounds
 
 
 def test_tiles_follow_waves():
