@@ -24,13 +24,15 @@ from relaxpack.relax_models.contents import (
     TensorSource,
     TokenizerAssets,
 )
-from relaxpack.relax_models.fp8_import import read_quantization
+from relaxpack.relax_models.fp8_import import Fp8Scheme
 from relaxpack.relax_models.fp8_tensors import Fp8Tensors
 from relaxpack.relax_models.gemma import NormsFromOne
 from relaxpack.relax_models.generation_import import read_generation_config, token_ids
 from relaxpack.relax_models.gguf_file import GgufFile
 from relaxpack.relax_models.gguf_tokenizer import read_gguf_tokenizer
+from relaxpack.relax_models.int4_tensors import Int4Tensors
 from relaxpack.relax_models.json_files import read_object
+from relaxpack.relax_models.quantization_import import Scheme, read_quantization
 from relaxpack.relax_models.safetensors_folder import SafetensorsFolder
 from relaxpack.relax_models.tokenizer_import import CONFIG as TOKENIZER_CONFIG
 from relaxpack.relax_models.tokenizer_import import read_tokenizer
@@ -108,12 +110,12 @@ def _open_folder(folder: Path, ignore_keys: tuple[str, ...]) -> Checkpoint:
     family = families.find_family(reader)  # first: a checkpoint of another kind may lack everything else
     files = SafetensorsFolder(folder)
     scheme = read_quantization(reader)
-    tensors: TensorSource = files if scheme is None else Fp8Tensors(files, scheme)
-    if family.norms_from_one:
-        tensors = NormsFromOne(tensors)
     config, tie_stated = families.read_config(reader, family)
     ends, bos = token_ids(reader, "eos_token_id"), reader.integer("bos_token_id", None)
     reader.finish()
+    tensors = _tensors(files, scheme, config)
+    if family.norms_from_one:
+        tensors = NormsFromOne(tensors)
     generation, more_ends = read_generation_config(KeyReader(
         "generation_config.json", read_object(folder / "generation_config.json", required=False), audit, ignore_keys))
     assets = read_tokenizer(folder, KeyReader(
@@ -128,6 +130,14 @@ def _open_folder(folder: Path, ignore_keys: tuple[str, ...]) -> Checkpoint:
     _check_token_ids(assets, config)
     source = CheckpointSource(folder.resolve().name, "huggingface", files.bytes, tuple(files.files))
     return Checkpoint(config, audit, infos, assets, generation, source, tensors)
+
+
+def _tensors(files: SafetensorsFolder, scheme: Scheme | None, config: ModelConfig) -> TensorSource:
+    if scheme is None:
+        return files
+    if isinstance(scheme, Fp8Scheme):
+        return Fp8Tensors(files, scheme)
+    return Int4Tensors(files, scheme, expected_tensors(config))
 
 
 def _open_gguf(path: Path, ignore_keys: tuple[str, ...], pretokenizer: str | None) -> Checkpoint:

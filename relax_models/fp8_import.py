@@ -1,4 +1,5 @@
-"""`quantization_config` of Hugging Face folders: schemes with fp8 weights are read, all others refused by name.
+"""The keys of `quantization_config` in the schemes with fp8 weights: quant_method "fp8", and "compressed-tensors" where its
+format is float-quantized.
 
 Only weights are taken. Schemes that also quantise activations are run with float activations, which the audit says.
 The tensors are `fp8_tensors.py`.
@@ -12,7 +13,6 @@ from relaxpack.errors import ConfigError
 from relaxpack.relax_models.audit import KeyReader, shorten
 from relaxpack.weight_format import BLOCK
 
-KEY = "quantization_config"
 _WEIGHTS_ONLY = "only the weights are taken: activations are not quantised"
 _BY_TENSOR = "which weights are fp8 is read from the tensors"
 
@@ -24,29 +24,11 @@ class Fp8Scheme:
     block: tuple[int, int] | None = None
 
 
-def read_quantization(config: KeyReader) -> Fp8Scheme | None:
-    """What the key `quantization_config` says; None without it. Raises ConfigError for every scheme but fp8 weights."""
-    if KEY not in config:
-        config.ignore(KEY, "null")
-        return None
-    data = config.data[KEY]
-    method = data.get("quant_method", data) if isinstance(data, dict) else data
-    if method not in ("fp8", "compressed-tensors"):
-        raise ConfigError(f"{config.file}: {KEY} = {shorten(method)} is not supported; supported: fp8, and the fp8 schemes "
-                          "of compressed-tensors. Give such a checkpoint, the unquantised one, or a GGUF file")
-    config.take(KEY)
-    keys = _inner(config, data, "")
-    keys.take("quant_method")
-    scheme = _fine_grained(keys) if method == "fp8" else _compressed(keys)
-    keys.finish()
-    return scheme
-
-
 def _inner(outer: KeyReader, data: dict[str, object], path: str) -> KeyReader:
-    return KeyReader(outer.file, data, outer.audit, outer.allowed, f"{KEY}.{path}")
+    return KeyReader(outer.file, data, outer.audit, outer.allowed, outer.prefix + path)
 
 
-def _fine_grained(keys: KeyReader) -> Fp8Scheme:
+def fine_grained(keys: KeyReader) -> Fp8Scheme:
     """`quant_method` fp8: blocks where `weight_block_size` is given, else as the scales' shapes say."""
     keys.require("fmt", ("e4m3",), "the format of the weights")
     keys.require("scale_fmt", ("float", "ue8m0"), "the format of the scales")
@@ -59,7 +41,7 @@ def _fine_grained(keys: KeyReader) -> Fp8Scheme:
     return Fp8Scheme(_block(keys, "weight_block_size"))
 
 
-def _compressed(keys: KeyReader) -> Fp8Scheme:
+def compressed_tensors(keys: KeyReader) -> Fp8Scheme:
     keys.require("format", ("float-quantized",), "of compressed-tensors, fp8 weights are read")
     keys.require("quantization_status", ("compressed",), "what is stored must be fp8")
     for key in ("transform_config", "sparsity_config"):
@@ -88,7 +70,7 @@ def _group(group: KeyReader) -> tuple[int, int] | None:
     group.ignore("targets", _BY_TENSOR)
     for key in ("input_activations", "output_activations"):
         group.ignore(key, _WEIGHTS_ONLY)
-    weights = _inner(group, group.take("weights"), group.prefix.removeprefix(f"{KEY}.") + "weights.")
+    weights = _inner(group, group.take("weights"), "weights.")
     group.finish()
     weights.require("num_bits", (8,), "fp8 weights are read")
     weights.require("type", ("float",), "fp8 weights are read")

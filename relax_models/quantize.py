@@ -1,4 +1,5 @@
-"""Quantises float weights `[N, K]` into the canonical form: what `--weights q4` (q4_1), `q8` (q8_0) and `fp8` do.
+"""Quantises float weights `[N, K]` into the canonical form: what `--weights q4` (q4_1), `q4-128` (q4_128), `q8` (q8_0)
+and `fp8` do.
 
 Round to nearest within groups along K, scales rounded to their dtype before the codes are chosen, so that the codes fit
 the numbers the kernel will really use. Checkpoints that are quantised already never come through here.
@@ -7,25 +8,30 @@ the numbers the kernel will really use. Checkpoints that are quantised already n
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 
 from relaxpack.errors import CompileError
-from relaxpack.weight_format import E4M3_LARGEST, FORMATS, QuantizedTensor, WeightFormat
+from relaxpack.weight_format import E4M3_LARGEST, FORMATS, LARGEST_ZERO, QuantizedTensor, WeightFormat
 
 # What the command line's names mean.
-WEIGHT_CHOICES = {"q4": FORMATS["q4_1"], "q8": FORMATS["q8_0"], "fp8": FORMATS["fp8"]}
+WEIGHT_CHOICES = {"q4": FORMATS["q4_1"], "q4-128": FORMATS["q4_128"], "q8": FORMATS["q8_0"], "fp8": FORMATS["fp8"]}
 
+_PARTS_OF_RANGE = (1.0, 0.95, 0.9, 0.85, 0.8)
 _CHUNK = 1 << 22  # weights converted at a time: bounds the float32 temporaries
 
 
 def quantize(array: np.ndarray, format: WeightFormat) -> QuantizedTensor:
-    """`array`: any float dtype, `[N, K]` with K a multiple of the group size; q4_0, q4_1, q8_0, fp8 or fp8_block."""
+    """`array`: any float dtype, `[N, K]` with K a multiple of the group size (any K for formats with long groups); q4_0,
+    q4_1, q4_128, q8_0, fp8 or fp8_block."""
     if format.e4m3:
         return _quantize_e4m3(array, format)
     if format.name not in _GROUP_CODERS:
         raise CompileError(f"cannot quantise to {format.name}; possible: {', '.join([*_GROUP_CODERS, 'fp8', 'fp8_block'])}")
+    if array.ndim == 2 and format.long_groups and array.shape[1] % format.group_size:
+        return _short_group(array, format)
     if array.ndim != 2 or array.shape[1] % format.group_size:
         raise CompileError(f"cannot quantise a weight of shape {list(array.shape)} to {format.name}: it needs two "
                            f"dimensions and a multiple of {format.group_size} columns; build with --weights f16")
@@ -34,6 +40,7 @@ def quantize(array: np.ndarray, format: WeightFormat) -> QuantizedTensor:
     codes = np.empty((n, k), np.int8 if format.signed else np.uint8)
     scales = np.empty((n, groups), np.float16)
     minimums = np.empty((n, groups), np.float16) if format.minimum == "stored" else None
+    zeros = np.empty((n, groups), np.uint8) if format.zeros else None
     step = max(1, _CHUNK // max(k, 1))
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
@@ -43,13 +50,21 @@ def quantize(array: np.ndarray, format: WeightFormat) -> QuantizedTensor:
             raise CompileError(f"cannot quantise to {format.name}: the weight holds {limit}, scales are float16")
         c, s, m = _GROUP_CODERS[format.name](x)
         codes[rows], scales[rows] = c.reshape(-1, k), s.reshape(-1, groups)
-        if minimums is not None:
-            assert m is not None
-            minimums[rows] = m.reshape(-1, groups)
-    return QuantizedTensor(format, codes, scales, minimums)
+        for least in (minimums, zeros):
+            if least is not None:
+                assert m is not None
+                least[rows] = m.reshape(-1, groups)
+    return QuantizedTensor(format, codes, scales, minimums, zeros)
 
 
-Coded = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # codes [g, 32], float16 scales [g], float16 minimums [g]
+def _short_group(array: np.ndarray, format: WeightFormat) -> QuantizedTensor:
+    """The last group of each row is short: zeros at its end change nothing in formats whose range includes zero."""
+    k = array.shape[1]
+    whole = quantize(np.pad(array, ((0, 0), (0, -k % format.group_size))), format)
+    return replace(whole, codes=np.ascontiguousarray(whole.codes[:, :k]))
+
+
+Coded = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # codes [g, size], float16 scales [g], minimums or zeros [g]
 
 
 def _divide(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -101,6 +116,25 @@ def _squared_error(x: np.ndarray, codes: np.ndarray, scale: np.ndarray, minimum:
     return np.square(codes * scale[:, None] + minimum[:, None] - x).sum(axis=1)
 
 
+def _q4_128(x: np.ndarray) -> Coded:
+    """The range of the group and zero, or a part of it where clipping its ends leaves the smaller squared error."""
+    low, high = np.minimum(x.min(axis=1), 0), np.maximum(x.max(axis=1), 0)
+    tried = [_code_q4_128(x, low * np.float32(part), high * np.float32(part)) for part in _PARTS_OF_RANGE]
+    best = np.stack([error for _, _, _, error in tried]).argmin(axis=0)
+    codes, scales, zeros = (np.stack([one[i] for one in tried])[best, np.arange(len(x))] for i in range(3))
+    return codes, scales, zeros
+
+
+def _code_q4_128(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, scale and zero for the range from `low` to `high`, and the squared error."""
+    scale = ((high - low) / 15).astype(np.float16)
+    wide = scale.astype(np.float32)
+    zero = np.clip(np.rint(_divide(-low[:, None], wide)), 0, LARGEST_ZERO)
+    codes = np.clip(np.rint(_divide(x, wide)) + zero, 0, 15)
+    error = np.square((codes - zero) * wide[:, None] - x).sum(axis=1)
+    return codes.astype(np.uint8), scale, zero[:, 0].astype(np.uint8), error
+
+
 def to_e4m3(x: np.ndarray) -> np.ndarray:
     """uint8 codes of the nearest e4m3 numbers, half to even; what is beyond the largest becomes the largest."""
     return np.clip(x, -E4M3_LARGEST, E4M3_LARGEST).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
@@ -131,4 +165,4 @@ def _quantize_e4m3(array: np.ndarray, format: WeightFormat) -> QuantizedTensor:
     return QuantizedTensor(format, codes, scales)
 
 
-_GROUP_CODERS: dict[str, Callable[[np.ndarray], Coded]] = {"q4_1": _q4_1, "q4_0": _q4_0, "q8_0": _q8_0}
+_GROUP_CODERS: dict[str, Callable[[np.ndarray], Coded]] = {"q4_1": _q4_1, "q4_128": _q4_128, "q4_0": _q4_0, "q8_0": _q8_0}

@@ -93,7 +93,7 @@ class SafetensorsFolder:
             entry = self._entries[name]
             if entry.dtype not in _DTYPES:
                 hint = ("config.json has no quantization_config that says how fp8 weights are scaled"
-                        if entry.dtype == "F8_E4M3" else "for quantised weights give an fp8 checkpoint or a GGUF file")
+                        if entry.dtype == "F8_E4M3" else "quantised weights are read of fp8, AWQ, GPTQ and GGUF models")
                 raise CheckpointError(f"{entry.file}: {name} is stored as {entry.dtype}; supported: "
                                       f"{', '.join(_DTYPES)} ({hint})")
             infos[name] = TensorInfo(name, entry.shape, FORMATS[_DTYPES[entry.dtype][0]])

@@ -25,9 +25,9 @@ Weight = np.ndarray | QuantizedTensor
 
 def choose_formats(checkpoint: Checkpoint, weights: str, activation_dtype: str = "float32") -> dict[str, WeightFormat]:
     """Weight format of every matrix of the checkpoint under `--weights`. `as-is` keeps what the checkpoint has; `q4`
-    keeps 4-bit tensors as they are and makes the rest q4_1, `fp8` keeps what has 8 bits or fewer (embedding table and head
-    become q8_0 in both); a tensor whose rows do not divide into groups becomes f16. Where activations have 16 bits (GPUs),
-    float weights take the activation dtype."""
+    keeps 4-bit tensors as they are and makes the rest q4_1, `q4-128` likewise q4_128, `fp8` keeps what has 8 bits or fewer
+    (embedding table and head become q8_0 in all three); a tensor whose rows do not divide into groups becomes f16. Where
+    activations have 16 bits (GPUs), float weights take the activation dtype."""
     if weights not in WEIGHTS:
         raise UsageError(f"weights {weights!r}: expected one of {', '.join(WEIGHTS)}")
     chosen = {name: _choose(name, info.shape, info.format, weights)
@@ -52,7 +52,7 @@ def _choose(name: str, shape: tuple[int, ...], stored: WeightFormat, weights: st
     wanted = WEIGHT_CHOICES["q8" if table else weights]
     if stored.quantized and (stored.bits == wanted.bits or stored.bits < wanted.bits):
         return stored
-    return wanted if shape[1] % wanted.group_size == 0 else FORMATS["f16"]
+    return wanted if wanted.long_groups or shape[1] % wanted.group_size == 0 else FORMATS["f16"]
 
 
 def convert(weight: Weight, wanted: WeightFormat) -> Weight:
@@ -82,8 +82,9 @@ def _concat(parts: list[Weight]) -> Weight:
     if isinstance(first, np.ndarray):
         return np.concatenate(parts)  # type: ignore[arg-type]
     minimums = None if first.minimums is None else np.concatenate([p.minimums for p in parts])  # type: ignore[union-attr]
+    zeros = None if first.zeros is None else np.concatenate([p.zeros for p in parts])  # type: ignore[union-attr]
     return QuantizedTensor(first.format, np.concatenate([p.codes for p in parts]),  # type: ignore[union-attr]
-                           np.concatenate([p.scales for p in parts]), minimums)  # type: ignore[union-attr]
+                           np.concatenate([p.scales for p in parts]), minimums, zeros)  # type: ignore[union-attr]
 
 
 def rope_table(recipe: RopeTable) -> np.ndarray:

@@ -222,19 +222,24 @@ class Bench:
                     if suffix == "codes":
                         random = torch.randint(-2**31, 2**31, shape, device="cuda", dtype=torch.int64).to(torch.int32)
                         buffers.append(random & ~0x40404040 if fmt.e4m3 else random)        # no NaN
+                    elif dtype == "uint32":         # scale and zero
+                        word = int(np.float16(0.01).view(np.uint16)) | 8 << 16
+                        buffers.append(torch.full(shape, word, device="cuda", dtype=torch.int32))
                     else:
                         small = torch.rand(shape, generator=self.generator, device="cuda") * 0.01 + 0.005
                         buffers.append(small.to(getattr(torch, dtype)))
                 sets.append(buffers)
             return sets, None
         rng = np.random.default_rng(seed)
-        span = {"q4_0": (0, 16), "q4_1": (0, 16), "q4_k": (0, 16), "q5_0": (-16, 16), "q5_1": (0, 32), "q5_k": (0, 32),
-                "q6_k": (-32, 32), "q8_0": (-128, 128), "fp8": (0, 127), "fp8_block": (0, 127)}[fmt.name]
+        span = {"q4_0": (0, 16), "q4_1": (0, 16), "q4_k": (0, 16), "q4_128": (0, 16), "q5_0": (-16, 16),
+                "q5_1": (0, 32), "q5_k": (0, 32), "q6_k": (-32, 32), "q8_0": (-128, 128), "fp8": (0, 127),
+                "fp8_block": (0, 127)}[fmt.name]
         groups, sign = (n, fmt.groups(k)), rng.integers(0, 2, (n, k)) * 128 if fmt.e4m3 else 0
         canonical = QuantizedTensor(
             fmt, (rng.integers(*span, (n, k)) + sign).astype(np.int8 if fmt.signed else np.uint8),
             ((rng.random(groups) * 0.02 + 0.001) * (0.1 if fmt.e4m3 else 1)).astype(fmt.scale_dtype),
-            (rng.standard_normal(groups) * 0.05).astype(fmt.scale_dtype) if fmt.minimum == "stored" else None)
+            (rng.standard_normal(groups) * 0.05).astype(fmt.scale_dtype) if fmt.minimum == "stored" else None,
+            rng.integers(0, 16, groups).astype(np.uint8) if fmt.zeros else None)
         buffers = [torch.from_numpy(array.view(np.int32) if array.dtype == np.uint32 else array).cuda()
                    for array in pack(layout, canonical).values()]
         return [buffers] * copies, canonical

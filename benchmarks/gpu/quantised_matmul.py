@@ -60,6 +60,8 @@ def scaled_weights(weight: Any, dtype: str) -> Any:
         return np.repeat(groups.astype(np.float64), fmt.group_size, axis=1)[:, :k]
 
     codes = (E4M3[weight.codes] if fmt.e4m3 else weight.codes).astype(np.float64) - (8 if fmt.minimum == "-8*scale" else 0)
+    if weight.zeros is not None:
+        codes = codes - spread(weight.zeros)
     scale, least = spread(weight.scales), 0.0 if weight.minimums is None else spread(weight.minimums)
     if dtype == "float16" and fmt.scale_dtype == "float16":
         return rounded(codes * scale + least).astype(np.float32)
@@ -75,7 +77,7 @@ def scaled_weights(weight: Any, dtype: str) -> Any:
 def check_variants() -> list[dict[str, Any]]:
     found = []
     few = (1, 3, 8, 9, 17, 33, 64, 65, 130, 200)
-    for weight in ("q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "fp8", "fp8_block"):
+    for weight in ("q4_0", "q4_1", "q4_k", "q4_128", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "fp8", "fp8_block"):
         convert = {"convert": True} if weight.startswith("fp8") else {}
         pdl = {"dependent_launch": True}
         found += [
@@ -346,7 +348,7 @@ def run(folder: Path, out: Path, limit: float) -> int:
         if time.time() - started < limit:
             attempt(f"cublas {linear}", lambda linear=linear, n=n, k=k, seen=seen: result["times"].extend(
                 bench.cublas(linear, n, k, sorted(seen))))
-    for weight in ("q4_1", "q4_0"):
+    for weight in ("q4_1", "q4_0", "q4_128"):
         if time.time() - started < limit:
             attempt(f"chain {weight}", lambda weight=weight: result["chains"].extend(bench.chains(index, weight)))
     report(result, broken)

@@ -113,7 +113,12 @@ class LinearCase(Case):
                 found["weight.codes"] = codes.view(torch.int32).view(torch.uint32).reshape(shape)
             elif suffix == "scales":
                 powers = torch.randint(6, 9, shape, device=device, generator=self.bench.generator)
-                found["weight.scales"] = torch.pow(2.0, -powers.float()).to(getattr(torch, dtype))
+                scales = torch.pow(2.0, -powers.float())
+                if fmt.zeros:            # words of a scale and a zero, here 8
+                    words = scales.half().view(torch.int16).int() | 8 << 16
+                    found["weight.scales"] = words.view(torch.uint32)
+                else:
+                    found["weight.scales"] = scales.to(getattr(torch, dtype))
             else:
                 found[f"weight.{suffix}"] = torch.full(shape, -(2.0 ** -5), device=device, dtype=getattr(torch, dtype))
         return found

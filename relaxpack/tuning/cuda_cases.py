@@ -17,7 +17,7 @@ import numpy as np
 from relaxpack.kernel_spec import NORM_GROUP, AttentionSpec, FusedAttentionSpec, LinearSpec, NormSpec
 from relaxpack.schedules.kernels.cuda.packing import pack, weight_layout
 from relaxpack.tuning.cases import Case, Pages, attend, random_pages, rope_table
-from relaxpack.weight_format import WHOLE_ROW, QuantizedTensor, WeightFormat
+from relaxpack.weight_format import LARGEST_ZERO, WHOLE_ROW, QuantizedTensor, WeightFormat
 
 TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 3e-5}      # relative error of a whole output
 PERIOD = 16 * 61                          # rows of a weight
@@ -200,7 +200,8 @@ def random_quantized(fmt: WeightFormat, rows: int, k: int, rng: np.random.Genera
         low, high = (-128, 127) if fmt.signed else (0, (1 << min(fmt.bits, 5)) - 1)
         codes = rng.integers(low, high, (rows, k), np.int8 if fmt.signed else np.uint8, endpoint=True)
     lows = np.full(powers.shape, -(2.0**-5), fmt.scale_dtype) if fmt.minimum == "stored" else None
-    return QuantizedTensor(fmt, codes, powers, lows)
+    zeros = rng.integers(0, LARGEST_ZERO, powers.shape, np.uint8, endpoint=True) if fmt.zeros else None
+    return QuantizedTensor(fmt, codes, powers, lows, zeros)
 
 
 # ---- norm ----

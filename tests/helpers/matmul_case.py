@@ -13,7 +13,7 @@ import tvm
 from relaxpack.schedules.cuda_compile import compile_module, device_modules
 from relaxpack.schedules.kernels.cuda.packing import pack, row_order, weight_layout
 from relaxpack.target import parse_target
-from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
+from relaxpack.weight_format import FORMATS, LARGEST_ZERO, QuantizedTensor, WeightFormat
 from tests.helpers import cuda_emulator
 from tests.helpers.cuda_harness import generate_source, tensor_maps
 
@@ -63,13 +63,14 @@ def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, s
 def random_quantized(rng: np.random.Generator, name: str, n: int, k: int) -> QuantizedTensor:
     """Random codes over the whole range of a format, positive scales, minimums of both signs."""
     fmt = FORMATS[name]
-    low, high = {"q4_0": (0, 16), "q4_1": (0, 16), "q4_k": (0, 16), "q5_0": (-16, 16), "q5_1": (0, 32), "q5_k": (0, 32),
-                 "q6_k": (-32, 32), "q8_0": (-128, 128)}[name]
+    low, high = {"q4_0": (0, 16), "q4_1": (0, 16), "q4_k": (0, 16), "q4_128": (0, 16), "q5_0": (-16, 16),
+                 "q5_1": (0, 32), "q5_k": (0, 32), "q6_k": (-32, 32), "q8_0": (-128, 128)}[name]
     codes = rng.integers(low, high, (n, k)).astype(np.int8 if fmt.signed else np.uint8)
-    groups = (n, k // fmt.group_size)
+    groups = (n, fmt.groups(k))
     scales = (rng.random(groups) * 0.02 + 0.001).astype(fmt.scale_dtype)
     minimums = (rng.standard_normal(groups) * 0.05).astype(fmt.scale_dtype) if fmt.minimum == "stored" else None
-    return QuantizedTensor(fmt, codes, scales, minimums)
+    zeros = rng.integers(0, LARGEST_ZERO + 1, groups).astype(np.uint8) if fmt.zeros else None
+    return QuantizedTensor(fmt, codes, scales, minimums, zeros)
 
 
 def random_weight(rng: np.random.Generator, name: str, n: int, k: int) -> QuantizedTensor:

@@ -18,6 +18,7 @@ import tvm
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, EmbeddingSpec, Kernel, LinearSpec, NormSpec
 from relaxpack.model_info import FP8
+from relaxpack.schedules.kernels.cpu.layout import stored_as
 from relaxpack.schedules.kernels.cpu.provider import CpuKernels
 from relaxpack.target import TargetSpec, host_cpu_features, parse_target
 from relaxpack.weight_format import E4M3, FORMATS, QuantizedTensor, WeightFormat
@@ -81,11 +82,12 @@ def random_weight(fmt: WeightFormat, n: int, k: int, seed: int = 0) -> np.ndarra
         fmt.name, (0, 15 if fmt.bits == 4 else 31))
     codes = rng.integers(low, high, (n, k), endpoint=True).astype("int8" if fmt.signed else "uint8")
     codes[0], codes[-1] = low, high  # the ends of the range, all along a row
-    shape = (n, k // fmt.group_size)
+    shape = (n, fmt.groups(k))
     signs = rng.choice([-1, 1], shape)
     scales = (signs * rng.uniform(0.5, 1.5, shape) / high).astype(fmt.scale_dtype)
     lows = rng.standard_normal(shape).astype(fmt.scale_dtype) if fmt.minimum == "stored" else None
-    return QuantizedTensor(fmt, codes, scales, lows)
+    zeros = rng.integers(0, 16, shape).astype("uint8") if fmt.zeros else None
+    return QuantizedTensor(fmt, codes, scales, lows, zeros)
 
 
 def exact(weight: np.ndarray | QuantizedTensor, fmt: WeightFormat) -> np.ndarray:
@@ -133,11 +135,12 @@ def check_linear(kernels: CpuKernels, spec: LinearSpec, rows: int, seed: int = 0
     y, = run(kernels, kernels.linear(spec), {"x": x, "weight": packed[""], "bias": bias, "residual": residual},
              {"y": (rows, columns)})
     w = exact(weight, fmt)
-    used, step = rounded(x, fmt.group_size) if fmt.quantized else (x.astype("float64"), None)
+    used, step = rounded(x, stored_as(fmt).group_size) if fmt.quantized else (x.astype("float64"), None)
     expected = finish(used @ w.T, spec, bias, residual)
     magnitude = np.abs(used) @ np.abs(w).T
-    if isinstance(weight, QuantizedTensor) and weight.format.name in ("q4_0",):
-        magnitude = magnitude + np.abs(used) @ np.abs(weight.codes * np.repeat(weight.scales, 32, 1).astype("f8")).T
+    if isinstance(weight, QuantizedTensor) and weight.format.name in ("q4_0", "q4_128"):
+        size = weight.format.group_size
+        magnitude = magnitude + np.abs(used) @ np.abs(weight.codes * np.repeat(weight.scales, size, 1)[:, :k].astype("f8")).T
     bound = 3e-6 * magnitude.max() * (4 * np.abs(expected).max() if spec.gated else 1) + 1e-6
     assert np.abs(y - expected).max() <= bound, (np.abs(y - expected).max(), bound)
     if step is not None and not spec.gated:

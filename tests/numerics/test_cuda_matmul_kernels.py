@@ -59,6 +59,9 @@ def test_rows(rng, n, k, t, dtype, options):
     ("q5_1", 48, 256, 2, "float16", {"glu": "geglu"}),
     ("q8_0", 32, 704, 2, "bfloat16", {"warps": 2, "ahead": True, "dependent_launch": True}),
     ("q5_k", 32, 96, 2, "bfloat16", {}),
+    ("q4_128", 56, 584, 3, "bfloat16", {"warps": 4, "bias": True, "unroll": 2, "ahead": True}),
+    ("q4_128", 64, 256, 9, "float16",
+     {"columns": 16, "glu": "swiglu", "residual": True, "strips": 2, "dependent_launch": True}),
 ])
 def test_quantized_rows(rng, name, n, k, t, dtype, options):
     """Exact codes and float32 scales: the float32 result has float32 accuracy."""
@@ -82,6 +85,7 @@ def test_quantized_rows(rng, name, n, k, t, dtype, options):
     ("q4_k", 128, 448, 33, "float16",
      {"columns": 32, "strips": 2, "warps": 2, "glu": "swiglu", "bias": True, "residual": True}),
     ("q8_0", 48, 96, 9, "bfloat16", {"columns": 16, "warps": 2, "dependent_launch": True, "glu": "geglu"}),
+    ("q4_128", 72, 328, 9, "bfloat16", {"columns": 16, "warps": 2, "bias": True}),
 ])
 def test_quantized_rows_with_shared_x(rng, name, n, k, t, dtype, options):
     glu = options.get("glu")
@@ -114,7 +118,7 @@ def test_tiles(rng, n, k, t, dtype, options):
     assert case.relative_error(y, case.reference_linear(x, weight, bias, residual, glu)) < case.TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q6_k"])
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q6_k", "q4_128"])
 def test_dequantize_rounds_once(rng, name):
     weight = case.random_quantized(rng, name, 40, 96)
     plain = case.poisoned((40, 96), "bfloat16")
@@ -124,7 +128,8 @@ def test_dequantize_rounds_once(rng, name):
     assert np.all(np.abs(plain.astype(np.float32) - reference) <= np.abs(reference) * 2.0**-8 + 1e-9)
 
 
-@pytest.mark.parametrize(("name", "factor"), [("f16", 1.0), ("bf16", 45.25), ("q4_k", 45.25), ("q6_k", 3.0), ("q8_0", 1.0)])
+@pytest.mark.parametrize(("name", "factor"), [("f16", 1.0), ("bf16", 45.25), ("q4_k", 45.25), ("q6_k", 3.0), ("q8_0", 1.0),
+                                              ("q4_128", 45.25)])
 def test_embedding_clamps_bad_ids(rng, name, factor):
     vocab, hidden, ids = 40, 96, np.array([0, 39, 7, 40, -1, 17], np.int32)
     fmt = FORMATS[name]

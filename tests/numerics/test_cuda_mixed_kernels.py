@@ -57,6 +57,7 @@ def run(rng, weight: QuantizedTensor, n, k, t, dtype, options) -> tuple[np.ndarr
     ("q4_1", 80, 320, 5, "float16", {"columns": 8, "consumers": 1, "split": 2}),
     ("q4_k", 200, 448, 34, "bfloat16", {"columns": 32, "consumers": 2, "strips": 2, "blocks_per_sm": 1, "stages": 2}),
     ("q6_k", 64, 448, 5, "bfloat16", {"columns": 8, "consumers": 1}),
+    ("q4_128", 144, 456, 11, "bfloat16", {"columns": 16, "split": 2, "glu": "swiglu", "bias": True, "residual": True}),
     ("fp8", 72, 328, 3, "bfloat16", {"columns": 8, "consumers": 1, "split": 3, "stages": 2}),
     ("fp8_block", 80, 456, 3, "float16", {"columns": 8, "consumers": 1, "residual": True, "convert": True}),
 ])
@@ -71,7 +72,7 @@ def test_mixed(rng, name, n, k, t, dtype, options):
 
 @pytest.mark.parametrize(("name", "dtype"), [
     ("q4_0", "bfloat16"), ("q4_1", "bfloat16"), ("q4_1", "float16"), ("q4_k", "float16"), ("q5_1", "bfloat16"),
-    ("q6_k", "bfloat16"), ("fp8_block", "bfloat16")])
+    ("q6_k", "bfloat16"), ("q4_128", "bfloat16"), ("q4_128", "float16"), ("fp8_block", "bfloat16")])
 def test_what_a_weight_becomes(rng, name, dtype):
     """Rows of the unit matrix as x give the multiplied weights themselves: within the stated bound of the true ones."""
     n, k = 64, 128
@@ -98,6 +99,8 @@ def test_what_a_weight_becomes(rng, name, dtype):
     ("q4_1", 32, 1184, 3, "bfloat16", {"warps": 2, "stages": 3, "bias": True, "residual": True, "dependent_launch": True}),
     ("q8_0", 32, 448, 9, "float16", {"warps": 2, "columns": 16, "glu": "swiglu", "bias": True, "unroll": 2}),
     ("q6_k", 16, 1536, 2, "bfloat16", {"warps": 2, "stages": 2}),
+    ("q4_128", 40, 840, 3, "bfloat16", {"warps": 2, "bias": True, "residual": True, "dependent_launch": True}),
+    ("q4_128", 32, 704, 9, "float16", {"warps": 2, "columns": 16, "glu": "swiglu", "unroll": 2, "stages": 3}),
     ("fp8", 24, 840, 2, "bfloat16", {"warps": 2}),
     ("fp8_block", 16, 712, 11, "float16", {"warps": 2, "unroll": 4, "convert": True}),
 ])

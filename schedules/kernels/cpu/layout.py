@@ -21,6 +21,8 @@ PANEL, HALF = 32, 16
 # Signed codes become unsigned by adding this; value = scale * (u - offset). Q4_0's codes are unsigned already, its
 # minimum of -8 * scale is the same thing.
 OFFSETS = {"q4_0": 8, "q5_0": 16, "q6_k": 32, "q8_0": 128}
+# Formats that are packed as another one, without loss; groups of 128 would be long for activations in int8.
+STORED_AS = {"q4_128": "q4_k"}
 # The largest unsigned code: bounds sums of products in int16.
 LARGEST = {"q4_0": 15, "q4_1": 15, "q4_k": 15, "q5_0": 31, "q5_1": 31, "q5_k": 31, "q6_k": 63, "q8_0": 255}
 
@@ -61,7 +63,12 @@ def panels(out_features: int, gated: bool) -> int:
     return -(-(out_features // 2) // HALF) if gated else -(-out_features // PANEL)
 
 
+def stored_as(weight: WeightFormat) -> WeightFormat:
+    return FORMATS[STORED_AS.get(weight.name, weight.name)]
+
+
 def weight_layout(weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
+    weight = stored_as(weight)
     name = f"cpu.{weight.name}.panel32" + (".gate_up" if gated else "")
     if gated and out_features % 2:
         raise CompileError(f"gate and up rows together must be even, got {out_features}")
@@ -110,7 +117,9 @@ def pack(layout: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str
         rows = panel_rows(stored, gate_up)                                       # [P, 2, 16, K]
         packed = rows.transpose(0, 3, 1, 2).reshape(shape)
     else:
-        assert isinstance(weight, QuantizedTensor) and weight.format.name == name, f"{layout.name}: wrong format"
+        assert isinstance(weight, QuantizedTensor), f"{layout.name}: got {type(weight).__name__}"
+        weight = weight.in_groups_of_32() if weight.zeros is not None else weight
+        assert weight.format.name == name, f"{layout.name}: wrong format"
         packed = _pack_quantized(weight, gate_up)
     assert packed.shape == shape, (packed.shape, shape)
     return {suffix: np.ascontiguousarray(packed)}

@@ -5,6 +5,7 @@ the kernels themselves are one file each.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,7 @@ class CpuKernels:
 
     def linear(self, spec: LinearSpec) -> Kernel:
         _only_float32("linear", spec.activation_dtype, spec.out_dtype)
+        spec = replace(spec, weight=layout.stored_as(spec.weight))
         extras = (["bias"] if spec.bias else []) + (["residual"] if spec.residual else [])
         name = "_".join(["linear", spec.weight.name, f"{spec.out_features}x{spec.in_features}", *extras,
                          *([spec.glu] if spec.glu else []), spec.phase])
@@ -79,6 +81,7 @@ class CpuKernels:
 
     def embedding(self, spec: EmbeddingSpec) -> Kernel:
         _only_float32("embedding", spec.activation_dtype)
+        spec = replace(spec, weight=layout.stored_as(spec.weight))
         name = f"embedding_{spec.weight.name}_{spec.vocab_size}x{spec.hidden_size}" + (
             "" if spec.factor == 1 else "_times" + _number(spec.factor))
         make = embedding_fp8 if spec.weight.e4m3 else embedding

@@ -13,6 +13,7 @@ LOAD4, LOAD2 = "ld.global.nc.v4.b32", "ld.global.nc.v2.b32"
 AND_OR = 0xEA                   # truth table of a & b | c
 # Bit patterns: a power of two whose lowest mantissa bits have weight 1 (128, 1024), and 1.0.
 BASE = {"bfloat16": 0x4300, "float16": 0x6400}
+SIGNS = 0x80008000
 ONE = {"bfloat16": 0x3F803F80, "float16": 0x3C003C00}
 
 
@@ -53,6 +54,11 @@ class Codes:
         if self.weight.bits == 4:
             return registers[base + j * 2 + h] >> T.Cast("uint32", p * 4)
         return registers[base + j * 4 + h * 2 + p // 2] >> T.Cast("uint32", p % 2 * 8)
+
+    def less(self, registers, base, h):
+        """What `decode` adds to the 4-bit codes of row g + 8h under the exponent of BASE: what that exponent and the format
+        take away."""
+        return T.uint32(twice(BASE[self.dtype] + (8 if self.weight.minimum == "-8*scale" else 0)) | SIGNS)
 
     def step(self, p, d):
         """Which of the two steps of 16 in a half chunk."""
@@ -100,16 +106,15 @@ class Codes:
         dtype, bits, one = self.dtype, self.weight.bits, self.one
         fma = f"fma.rn.{'bf16' if dtype == 'bfloat16' else 'f16'}x2"
         base = twice(BASE[dtype])
-        minus = twice(BASE[dtype] + (8 if self.weight.minimum == "-8*scale" else 0)) | 0x80008000
-        minus_base = base | 0x80008000
+        minus_base = base | SIGNS
 
         @T.inline
-        def decode(a, slot, spare, word):
-            """Two codes as two numbers in a[slot]: put them under the exponent of BASE, subtract what that adds. One
-            instruction masks and sets. a[spare] is clobbered."""
+        def decode(a, slot, spare, word, less):
+            """Two codes as two numbers in a[slot]: put them under the exponent of BASE, add `less`. One instruction masks
+            and sets. a[spare] is clobbered."""
             if bits == 4:
                 T.ptx["lop3.b32"](a[slot], word, T.uint32(0x000F000F), T.uint32(base), AND_OR)
-                T.ptx[fma](a[slot], a[slot], T.uint32(one), T.uint32(minus))
+                T.ptx[fma](a[slot], a[slot], T.uint32(one), less)
             else:
                 T.ptx["lop3.b32"](a[slot], word, T.uint32(0x007F007F), T.uint32(base), AND_OR)
                 T.ptx["lop3.b32"](a[spare], word, T.uint32(0x00800080), T.uint32(minus_base), AND_OR)

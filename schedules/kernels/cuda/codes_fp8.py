@@ -8,11 +8,11 @@ two, subnormals included; one multiplication takes it back. From sm_89 on there 
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.codes import AND_OR, LOAD2, LOAD_CODES, Codes, twice
-from relaxpack.weight_format import WHOLE_ROW, WeightFormat
+from relaxpack.schedules.kernels.cuda.codes import AND_OR, SIGNS, Codes, twice
+from relaxpack.schedules.kernels.cuda.codes_long import LongGroupCodes, ZeroCodes
+from relaxpack.weight_format import WeightFormat
 from tvm.script import tirx as T
 
-SIGNS = 0x80008000
 # By how much codes in the upper bytes are shifted, the mask for exponent and mantissa there, and the factor's bits.
 SHIFT = {"bfloat16": 4, "float16": 1}
 MASK = {"bfloat16": 0x07F0, "float16": 0x3F80}
@@ -25,24 +25,12 @@ def can_convert(arch: str) -> bool:
     return int(arch.removeprefix("sm_").rstrip("a")) >= 89
 
 
-def scale_place(weight: WeightFormat, chunks: int, strip, chunk, g, row):
-    """Index of the scale of row `row` (0: g, 1: g + 8) of a strip in a chunk of 64."""
-    if weight.group_size == WHOLE_ROW:
-        return (strip * 8 + g) * 2 + row
-    return ((strip * (-(-chunks // 2)) + chunk // 2) * 8 + g) * 2 + row
-
-
-class Fp8Codes(Codes):
+class Fp8Codes(LongGroupCodes):
     """`Codes` for the fp8 formats. `convert`: use the instruction of sm_89 for float16."""
 
     def __init__(self, weight: WeightFormat, dtype: str, chunks: int, convert: bool) -> None:
         self.convert = convert and dtype == "float16"
         super().__init__(weight, dtype, chunks)
-
-    def _arrange(self) -> None:
-        self.wide, self.steps, self.groups = True, 2, 1
-        self.stored, self.f32 = False, True
-        self.scales = self.scale_words = 2           # rows g, g + 8
 
     def scale(self, registers, base, h, group):
         return T.cuda.uint_as_float(registers[base + h])
@@ -54,33 +42,13 @@ class Fp8Codes(Codes):
         word = registers[base + j * 4 + h * 2 + p // 2]
         return word << T.Cast("uint32", 8 - p % 2 * 8)
 
-    def _load(self):
-        weight, chunks, words = self.weight, self.chunks, self.words
-
-        @T.inline
-        def load(c, o, sc, mn, so, codes, scales, minimums, strip, chunk, lane, there):
-            """Codes of a piece into c[o..], its two scales into sc[so..]; zeros unless `there`."""
-            piece = T.meta_var(strip * chunks + chunk)
-            if there:
-                for e in T.unroll(words // 4):
-                    T.ptx[LOAD_CODES](c[o + e * 4], c[o + e * 4 + 1], c[o + e * 4 + 2], c[o + e * 4 + 3],
-                                      codes.ptr_to([piece * (words * 32) + (e * 32 + lane) * 4]))
-                T.ptx[LOAD2](sc[so], sc[so + 1], scales.ptr_to([scale_place(weight, chunks, strip, chunk, lane // 4, 0)]))
-            else:
-                for e in T.unroll(words):
-                    c[o + e] = T.uint32(0)
-                sc[so] = T.uint32(0)
-                sc[so + 1] = T.uint32(0)
-
-        return load
-
     def _decode(self):
         convert = self.convert
         fma = f"fma.rn.{'bf16' if self.dtype == 'bfloat16' else 'f16'}x2"
         shift, mask, factor = SHIFT[self.dtype], twice(MASK[self.dtype]), twice(FACTOR[self.dtype])
 
         @T.inline
-        def decode(a, slot, spare, word):
+        def decode(a, slot, spare, word, less):
             """Two codes as two numbers in a[slot]. a[spare] is clobbered."""
             if convert:
                 T.ptx["prmt.b32"](a[spare], word, T.uint32(0), T.uint32(EVEN_BYTES))
@@ -95,4 +63,6 @@ class Fp8Codes(Codes):
 
 def codes_of(weight: WeightFormat, dtype: str, chunks: int, convert: bool = False) -> Codes:
     """The device pieces for a weight format. `convert`: the GPU has `can_convert`'s instruction."""
-    return Fp8Codes(weight, dtype, chunks, convert) if weight.e4m3 else Codes(weight, dtype, chunks)
+    if weight.e4m3:
+        return Fp8Codes(weight, dtype, chunks, convert)
+    return (ZeroCodes if weight.zeros else Codes)(weight, dtype, chunks)

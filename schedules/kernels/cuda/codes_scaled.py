@@ -10,8 +10,8 @@ codes, so that what is left of it is small; it costs at most 2 u |m + middle s| 
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.codes import AND_OR, BASE, ONE, Codes, twice
-from relaxpack.schedules.kernels.cuda.codes_fp8 import Fp8Codes
+from relaxpack.schedules.kernels.cuda.codes import AND_OR, BASE, ONE, twice
+from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
 from relaxpack.schedules.kernels.cuda.fragments import SHORT, low, pack
 from relaxpack.weight_format import WHOLE_ROW, WeightFormat
 from tvm.script import tirx as T
@@ -28,24 +28,24 @@ class ScaledCodes:
 
     def __init__(self, weight: WeightFormat, dtype: str, convert: bool) -> None:
         self.weight, self.dtype = weight, dtype
-        self.codes = Fp8Codes(weight, dtype, 0, convert) if weight.e4m3 else Codes(weight, dtype, 0)
+        self.codes = codes_of(weight, dtype, 0, convert)
         self.whole_row = weight.group_size == WHOLE_ROW
         self.code_words = weight.bits * 32 * CHUNKS
         self.lane_words = self.codes.scale_words        # scales of a lane and chunk
-        self.scale_words = 0 if self.whole_row else 16 if weight.e4m3 else CHUNKS * 8 * self.lane_words
+        self.scale_words = 0 if self.whole_row else 16 if weight.long_groups else CHUNKS * 8 * self.lane_words
         self.stored = weight.minimum == "stored"
         self.exact = dtype == "float16" and weight.scale_dtype == "float16"
-        self.groups = 1 if weight.e4m3 else self.codes.groups * 2       # of a row in a chunk
+        self.groups = 1 if weight.long_groups else self.codes.groups * 2       # of a row in a chunk
         self.middle = (8 if weight.bits == 4 else 16) if self.stored and not self.exact else 0
         self.load, self.scales, self.decode = self._load(), self._scales(), self._decode()
 
     def scale_columns(self, chunks: int) -> int:
         """Words of scales of one strip of 16 rows in memory."""
-        return -(-chunks // 2) * 16 if self.weight.e4m3 else chunks * 8 * self.lane_words
+        return -(-chunks // 2) * 16 if self.weight.long_groups else chunks * 8 * self.lane_words
 
     def _load(self):
-        bits, lane_words, e4m3, whole_row, stored = (self.weight.bits, self.lane_words, self.weight.e4m3, self.whole_row,
-                                                     self.stored)
+        bits, lane_words, long_groups, whole_row, stored = (self.weight.bits, self.lane_words, self.weight.long_groups,
+                                                            self.whole_row, self.stored)
 
         @T.inline
         def load_scales(registers, buffer, stage, first):
@@ -66,7 +66,7 @@ class ScaledCodes:
                     T.ptx[SHARED4](c[e * 4], c[e * 4 + 1], c[e * 4 + 2], c[e * 4 + 3],
                                    codes.ptr_to([stage, (u * strips + strip) * 256 + (e * 32 + lane) * 4]))
             if not whole_row:
-                first = T.meta_var(strip * 16 + lane // 4 * 2 if e4m3 else
+                first = T.meta_var(strip * 16 + lane // 4 * 2 if long_groups else
                                    (strip * CHUNKS + u) * (8 * lane_words) + lane // 4 * lane_words)
                 load_scales(sc, scales, stage, first)
                 if stored:
@@ -75,7 +75,8 @@ class ScaledCodes:
         return load
 
     def _scales(self):
-        F, groups, exact, stored, middle = self.codes, self.groups, self.exact, self.stored, self.middle
+        F, groups, exact, stored, zeros, middle = (self.codes, self.groups, self.exact, self.stored, self.weight.zeros,
+                                                   self.middle)
         PACK, dtype = pack(self.dtype), self.dtype
 
         def value(word):
@@ -88,12 +89,15 @@ class ScaledCodes:
 
         @T.inline
         def scales(upper, lower, least, f, sc, mn):
-            """Of row h and group d: both halves of upper[h * groups + d], lower[...] and least[...]."""
+            """Of row h and group d: both halves of upper[h * groups + d], lower[...] and least[...]; with zeros the last is
+            what `number` adds."""
             for h in T.unroll(2):
                 for d in T.unroll(groups):
                     i = T.meta_var(h * groups + d)
+                    if zeros:
+                        least[i] = F.less(sc, 0, h)
                     if exact:
-                        double(upper, i, sc, i)
+                        double(upper, i, sc, i * 2 if zeros else i)
                         if stored:
                             double(least, i, mn, i)
                     else:
@@ -110,17 +114,17 @@ class ScaledCodes:
     def _decode(self):
         F, groups, exact, stored, whole_row, bits = (self.codes, self.groups, self.exact, self.stored, self.whole_row,
                                                      self.weight.bits)
-        e4m3, wide, middle = self.weight.e4m3, self.codes.wide, self.middle
+        e4m3, zeros, wide, middle = self.weight.e4m3, self.weight.zeros, self.codes.wide, self.middle
         fma = f"fma.rn.{SHORT[self.dtype]}x2"
         base, one = twice(BASE[self.dtype]), ONE[self.dtype]
         minus = twice(BASE[self.dtype] + (middle if middle else 8 if self.weight.minimum == "-8*scale" else 0)) | MINUS_ZERO
         plain = F.decode
 
         @T.inline
-        def number(a, slot, spare, word):
+        def number(a, slot, spare, word, less):
             """Two codes, less the middle where there is one."""
-            if e4m3:
-                plain(a, slot, spare, word)
+            if e4m3 or zeros:
+                plain(a, slot, spare, word, less)
             elif bits == 4:
                 T.ptx["lop3.b32"](a[slot], word, T.uint32(0x000F000F), T.uint32(base), AND_OR)
                 T.ptx[fma](a[slot], a[slot], T.uint32(one), T.uint32(minus))
@@ -128,7 +132,7 @@ class ScaledCodes:
                 T.ptx["lop3.b32"](a[slot], word, T.uint32(0x007F007F), T.uint32(base), AND_OR)
                 T.ptx[fma](a[slot], a[slot], T.uint32(one), T.uint32(minus))
             else:
-                plain(a, slot, spare, word)
+                plain(a, slot, spare, word, less)
 
         @T.inline
         def decode(a, o, spare, c, upper, lower, least):
@@ -138,8 +142,8 @@ class ScaledCodes:
                 for p in T.unroll(2):
                     for e in T.unroll(4):
                         slot = T.meta_var(o + (j * 2 + p) * 4 + e)
-                        i = T.meta_var(e % 2 * groups + (0 if e4m3 else j if wide else j * 2 + p))
-                        number(a, slot, spare, F.pair(c, 0, j, e % 2, p * 2 + e // 2))
+                        i = T.meta_var(e % 2 * groups + (0 if groups == 1 else j if wide else j * 2 + p))
+                        number(a, slot, spare, F.pair(c, 0, j, e % 2, p * 2 + e // 2), least[i])
                         if not whole_row:
                             if exact and stored:
                                 T.ptx[fma](a[slot], a[slot], upper[i], least[i])

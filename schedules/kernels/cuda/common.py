@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.kernel_spec import NORM_GROUP
+from relaxpack.schedules.kernels.cuda.packing import scale_storage
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
@@ -123,7 +124,7 @@ def quant_entry(body, N: int, K: int, OUT: int, weight, dtype: str, out_dtype: s
         t = T.int64()
         x = T.match_buffer(handles[0], (t, K), dtype, align=16)
         codes = T.match_buffer(handles[1], (words,), "uint32", align=16)
-        scales = T.match_buffer(handles[2], (groups,), weight.scale_dtype, align=16)
+        scales = T.match_buffer(handles[2], (groups,), scale_storage(weight), align=16)
         minimums = T.meta_var(optional(stored, "minimums", handles[3], (groups,), weight.scale_dtype))
         bias_buffer = T.meta_var(optional(bias, "bias", handles[3 + stored], (N,), "float32"))
         residual_buffer = T.meta_var(optional(residual, "residual", handles[3 + stored + bias], (t, OUT), dtype))
@@ -145,9 +146,8 @@ def optional(present: bool, name: str, handle, shape, dtype: str):
 def fragment_sizes(weight, N: int, K: int) -> tuple[int, int]:
     """32-bit words of codes and number of groups of a packed weight; rows are padded to 16, K to 64."""
     values = -(-N // 16) * 16 * (-(-K // 64)) * 64
-    if weight.e4m3:
-        return values // 4, -(-N // 16) * 16 * weight.groups(K)
-    return values * weight.bits // 32, values // weight.group_size
+    groups = -(-N // 16) * 16 * weight.groups(K) if weight.long_groups else values // weight.group_size
+    return values * weight.bits // 32, groups
 
 
 def with_handles(count: int, bind):

@@ -4,9 +4,10 @@ kernel that unpacks a whole weight for the many-row matmul. The layout is explai
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.codes_fp8 import scale_place
+from relaxpack.schedules.kernels.cuda.codes_long import scale_place
 from relaxpack.schedules.kernels.cuda.common import finish, fragment_sizes, optional, with_handles
 from relaxpack.schedules.kernels.cuda.fragments import low, pack
+from relaxpack.schedules.kernels.cuda.packing import scale_storage
 from relaxpack.weight_format import WeightFormat
 from tvm.script import tirx as T
 
@@ -23,7 +24,7 @@ def code_address(weight: WeightFormat, chunks: int, strip, chunk, half, lane, ro
 
 def scale_index(weight: WeightFormat, chunks: int, strip, chunk, half, g, row, second: int):
     """Index of the scale of a row's half chunk; `second` picks the second group of 16."""
-    if weight.e4m3:
+    if weight.long_groups:
         return scale_place(weight, chunks, strip, chunk, g, row)
     groups = 64 // weight.group_size
     within = half if weight.group_size == 32 else half * 2 + second
@@ -31,10 +32,11 @@ def scale_index(weight: WeightFormat, chunks: int, strip, chunk, half, g, row, s
 
 
 def value(weight: WeightFormat, codes, first, e, scale, minimum):
-    """Number `e` (0..7) of a lane as float32 = scale * code + minimum."""
+    """Number `e` (0..7) of a lane as float32 = scale * code + minimum, or scale * (code - minimum) where that is a zero."""
     if weight.bits == 4:
         code = (codes[first] >> T.Cast("uint32", e // 2 * 4 + e % 2 * 16)) & T.uint32(15)
         number = T.Cast("float32", T.Cast("int32", code) - (8 if weight.minimum == "-8*scale" else 0))
+        number = number - minimum if weight.zeros else number
     else:
         byte = (codes[first + e // 4] >> T.Cast("uint32", e % 4 // 2 * 8 + e % 2 * 16)) & T.uint32(255)
         if weight.e4m3:     # float16 has the same fields; not float32, whose subnormals count as zero in CUDA's fast math
@@ -49,7 +51,7 @@ def value(weight: WeightFormat, codes, first, e, scale, minimum):
 
 def eight_values(weight: WeightFormat, chunks: int, dtype: str, factor: float = 1.0):
     """An inline that writes a lane's 8 values of one row and half chunk, times `factor`, to `target[index, :]`."""
-    PACK, scaled = pack(dtype), factor != 1
+    PACK, scaled, zeros = pack(dtype), factor != 1, weight.zeros
 
     @T.inline
     def run(codes, scales, minimums, word, pair, target, index, strip, chunk, half, lane, row, K):
@@ -59,12 +61,15 @@ def eight_values(weight: WeightFormat, chunks: int, dtype: str, factor: float = 
         k = T.meta_var(chunk * 64 + half * 32)
         if weight.group_size != 16:
             at = T.meta_var(scale_index(weight, chunks, strip, chunk, half, g, row, 0))
-            pair[0] = T.Cast("float32", scales[at])
+            pair[0] = low("float16", scales[at]) if zeros else T.Cast("float32", scales[at])
+            if zeros:
+                pair[1] = T.Cast("float32", scales[at] >> T.uint32(16))
             if weight.minimum == "stored":
                 pair[1] = T.Cast("float32", minimums[at])
             if scaled:
                 pair[0] = pair[0] * T.float32(factor)
-                pair[1] = pair[1] * T.float32(factor)
+                if not zeros:
+                    pair[1] = pair[1] * T.float32(factor)
             for e in T.unroll(4):
                 T.ptx[PACK](word[e], value(weight, codes, first, e * 2 + 1, pair[0], pair[1]),
                             value(weight, codes, first, e * 2, pair[0], pair[1]))
@@ -99,7 +104,7 @@ def dequantize(N: int, K: int, weight: WeightFormat, dtype: str, *, name: str = 
     @T.inline
     def bind(handles):
         codes = T.match_buffer(handles[0], (words,), "uint32", align=16)
-        scales = T.match_buffer(handles[1], (groups,), weight.scale_dtype, align=16)
+        scales = T.match_buffer(handles[1], (groups,), scale_storage(weight), align=16)
         minimums = T.meta_var(optional(stored, "minimums", handles[2], (groups,), weight.scale_dtype))
         plain = T.match_buffer(handles[-1], (N, K), dtype, align=16)
         T.device_entry()

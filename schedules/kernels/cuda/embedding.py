@@ -8,6 +8,7 @@ from relaxpack.kernel_spec import EmbeddingSpec
 from relaxpack.schedules.kernels.cuda.common import finish, fragment_sizes, optional, with_handles
 from relaxpack.schedules.kernels.cuda.dequantize import STORE4, eight_values
 from relaxpack.schedules.kernels.cuda.fragments import high, low, pack
+from relaxpack.schedules.kernels.cuda.packing import scale_storage
 from tvm.script import tirx as T
 
 LOAD = "ld.global.nc.v4.b32"
@@ -68,7 +69,7 @@ def _packed(V: int, H: int, dtype: str, weight, factor: float):
         t = T.int64()
         ids = T.match_buffer(handles[0], (t,), "int32", align=4)
         codes = T.match_buffer(handles[1], (words,), "uint32", align=16)
-        scales = T.match_buffer(handles[2], (groups,), weight.scale_dtype, align=16)
+        scales = T.match_buffer(handles[2], (groups,), scale_storage(weight), align=16)
         minimums = T.meta_var(optional(stored, "minimums", handles[3], (groups,), weight.scale_dtype))
         y = T.match_buffer(handles[-1], (t, H), dtype, align=16)
         T.device_entry()

@@ -145,7 +145,7 @@ def gemm_few_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
                     so = T.meta_var(slot * REG_S + s * SW)
                     for p in T.unroll(2):
                         for e in T.unroll(4):       # e: row g + 8 * (e % 2), pair e // 2 of the step
-                            decode(a, p * 4 + e, 8, F.pair(c, o, j, e % 2, p * 2 + e // 2))
+                            decode(a, p * 4 + e, 8, F.pair(c, o, j, e % 2, p * 2 + e // 2), F.less(sc, so, e % 2))
                     for n in T.unroll(NT):
                         for e in T.unroll(4):
                             part[e] = T.float32(0)

@@ -38,12 +38,12 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
     E = RowsEpilogue(N, K, dtype, out_dtype, columns=columns, strips=1, warps=warps, bias=bias, residual=residual, glu=glu,
                      norm_epsilon=norm_epsilon, prepares_norm=prepares_norm)
     PITCH, prefetch, request, scale, store = E.pitch, E.prefetch, E.request, E.scale, E.store
-    e4m3, whole_row = weight.e4m3, weight.group_size == WHOLE_ROW
+    long_groups, whole_row = weight.long_groups, weight.group_size == WHOLE_ROW
     CW = weight.bits * 32                           # words of codes of a chunk, then of scales of a group of chunks
     LANE = F.scale_words
-    SW = 0 if whole_row else U // 2 * 16 if e4m3 else U * 8 * LANE
-    ROW_SCALES = 0 if whole_row else -(-KC // 2) * 16 if e4m3 else KC * 8 * LANE      # of a strip in memory, in words
-    PER_CHUNK = 8 if e4m3 else 8 * LANE             # words of scales of a chunk (e4m3: of two chunks, 16)
+    SW = 0 if whole_row else U // 2 * 16 if long_groups else U * 8 * LANE
+    ROW_SCALES = 0 if whole_row else -(-KC // 2) * 16 if long_groups else KC * 8 * LANE      # of a strip in memory, in words
+    PER_CHUNK = 8 if long_groups else 8 * LANE             # words of scales of a chunk (long groups: of two chunks, 16)
     stored, f32 = F.stored, F.f32
     P = RowsProduct(F, NT, dtype, K, exact)
     load_share, add_x, product = P.load_x, P.add_x, P.multiply
@@ -87,8 +87,8 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
             slot = T.meta_var(wid * D + r % D)
             first = T.meta_var(piece * U)
             chunks = T.meta_var(U if KC % U == 0 else T.min(KC - first, U))
-            words = T.meta_var((chunks + 1) // 2 * 16 if e4m3 else chunks * PER_CHUNK)
-            place = T.meta_var(bx * ROW_SCALES + (first // 2 * 16 if e4m3 else first * PER_CHUNK))     # in words
+            words = T.meta_var((chunks + 1) // 2 * 16 if long_groups else chunks * PER_CHUNK)
+            place = T.meta_var(bx * ROW_SCALES + (first // 2 * 16 if long_groups else first * PER_CHUNK))     # in words
             T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([slot]), T.Cast("uint32", chunks * (CW * 4)) + (
                 T.uint32(0) if whole_row else T.Cast("uint32", words * (8 if stored else 4))))
             T.ptx[BULK](Cs.ptr_to([slot, 0]), codes.ptr_to([(bx * KC + first) * CW]), T.Cast("uint32", chunks * (CW * 4)),
@@ -108,7 +108,7 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
 
         @T.inline
         def load_scales(registers, buffer, slot, u):
-            first = T.meta_var(u // 2 * 16 + g * 2 if e4m3 else u * PER_CHUNK + g * LANE)
+            first = T.meta_var(u // 2 * 16 + g * 2 if long_groups else u * PER_CHUNK + g * LANE)
             if LANE == 2:
                 T.ptx[SHARED2](registers[0], registers[1], buffer.ptr_to([slot, first]))
             else:

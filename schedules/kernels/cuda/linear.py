@@ -236,6 +236,8 @@ def rows_tiling(n: int, k: int, weight: WeightFormat) -> dict[str, Any]:
             return {"warps": 8, "unroll": 2, "blocks_per_sm": 4}
         if weight.minimum == "stored":              # two strips share the sums of x
             return {"warps": 8, "unroll": 1, "strips": 2, "blocks_per_sm": 4}
+        if weight.zeros:
+            return {"warps": 8, "unroll": 2, "blocks_per_sm": 4}
         return {"warps": 8, "unroll": 4, "blocks_per_sm": 3}
     if n > k:
         return {"warps": 8, "unroll": 2, "blocks_per_sm": 3}

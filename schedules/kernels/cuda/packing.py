@@ -10,8 +10,9 @@ one thread of every kernel holds both. Quantised weights become tensor-core frag
     codes, 8 bits  u32[N/16, K/64, half 2, lane 32, row 2, word 2]   values 0, 2, 1, 3 in bytes 0 .. 3
     scales, minimums  [N/16, K/64, g 8, row 2, group]                of the format's scale dtype
 
-fp8 weights are 8-bit codes in the first order; their scales are f32[N/16, G, g 8, row 2] with G = 1 for fp8 and K/128
-(rounded up) for fp8_block.
+Formats with long groups (fp8, fp8_block, q4_128) have their codes in the first order and their scales as
+[N/16, G, g 8, row 2] with G = 1 for whole rows and K/128 (rounded up) for groups of 128: f32, or for q4_128 u32 words of the
+float16 scale and, in the upper half, the zero.
 """
 
 from __future__ import annotations
@@ -38,17 +39,22 @@ def weight_layout(weight: WeightFormat, out_features: int, in_features: int, gat
             raise CompileError("CUDA kernels have no float32 weights: build with weights in bf16 or f16")
         return WeightLayout(f"cuda.rows_{weight.name}{suffix}", (("", (n, k), weight.dtype),))
     strips, chunks = -(-n // 16), -(-k // 64)
-    if not weight.e4m3 and (weight.group_size not in (16, 32) or k % weight.group_size):
+    if not weight.long_groups and (weight.group_size not in (16, 32) or k % weight.group_size):
         raise CompileError(f"weight format {weight.name}: in_features {k} is not a multiple of its group size "
                            f"{weight.group_size}" if weight.group_size in (16, 32) else
                            f"weight format {weight.name}: group size {weight.group_size} has no CUDA kernel")
     words = strips * chunks * 1024 * weight.bits // 32
-    groups = strips * 16 * weight.groups(k) if weight.e4m3 else strips * chunks * 1024 // weight.group_size
+    groups = strips * 16 * weight.groups(k) if weight.long_groups else strips * chunks * 1024 // weight.group_size
     buffers: list[tuple[str, tuple[int, ...], str]] = [("codes", (words,), "uint32"),
-                                                       ("scales", (groups,), weight.scale_dtype)]
+                                                       ("scales", (groups,), scale_storage(weight))]
     if weight.minimum == "stored":
         buffers.append(("minimums", (groups,), weight.scale_dtype))
     return WeightLayout(f"cuda.fragments_{weight.name}_{n}x{k}{suffix}", tuple(buffers))
+
+
+def scale_storage(weight: WeightFormat) -> str:
+    """dtype of the buffer with scales."""
+    return "uint32" if weight.zeros else weight.scale_dtype
 
 
 def pack(layout: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str, np.ndarray]:
@@ -56,8 +62,11 @@ def pack(layout: WeightLayout, weight: np.ndarray | QuantizedTensor) -> dict[str
     gated = layout.name.endswith("_gate8")
     if isinstance(weight, QuantizedTensor):
         order = row_order(weight.shape[0], gated)
+        scales = weight.scales
+        if weight.zeros is not None:
+            scales = scales.view(np.uint16) | weight.zeros.astype(np.uint32) << 16
         packed = {"codes": pack_codes(weight.format, weight.codes[order]),
-                  "scales": _pack_groups(weight.format, weight.scales[order])}
+                  "scales": _pack_groups(weight.format, scales[order])}
         if weight.minimums is not None:
             packed["minimums"] = _pack_groups(weight.format, weight.minimums[order])
     else:
@@ -106,7 +115,7 @@ def pack_codes(weight: WeightFormat, codes: np.ndarray) -> np.ndarray:
 
 def _pack_groups(weight: WeightFormat, values: np.ndarray) -> np.ndarray:
     """Scales or minimums `[N, K / group]` → fragment order."""
-    pieces = _pieces(values, 1 if weight.e4m3 else 64 // weight.group_size)   # [strip, chunk, row, g, group]
+    pieces = _pieces(values, 1 if weight.long_groups else 64 // weight.group_size)   # [strip, chunk, row, g, group]
     return np.ascontiguousarray(pieces.transpose(0, 1, 3, 2, 4)).reshape(-1)
 
 

@@ -62,8 +62,8 @@ def mixed_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
 
 def bulk_tilings(k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:
     """Copies of a warp no longer than its share of K, and what is under way fits the shared memory."""
-    scales = 0 if weight.group_size == WHOLE_ROW else 64 // weight.group_size if not weight.e4m3 else 0.5
-    size = 4 if weight.scale_dtype == "float32" else 2
+    scales = 0 if weight.group_size == WHOLE_ROW else 64 / weight.group_size
+    size = 4 if weight.scale_dtype == "float32" or weight.zeros else 2
     chunk = 128 * weight.bits + 16 * scales * size * (2 if weight.minimum == "stored" else 1)      # bytes of 16 x 64 values
     for warps, per_sm in ((4, 4), (8, 3), (8, 4), (16, 2)):
         for unroll in (2, 4):

@@ -58,7 +58,7 @@ class RowsProduct:
             """Into strip `s` of `acc`; the chunk's codes from c[o], its scales and minimums from sc[so], mn[so]."""
             for p in T.unroll(F.steps):
                 for e in T.unroll(4):               # e: row g + 8 * (e % 2), pair e // 2 of the step
-                    decode(a, p * 4 + e, 8, F.pair(c, o, j, e % 2, F.step(p, d) * 2 + e // 2))
+                    decode(a, p * 4 + e, 8, F.pair(c, o, j, e % 2, F.step(p, d) * 2 + e // 2), F.less(sc, so, e % 2))
             for n in T.unroll(NT):
                 for e in T.unroll(4):
                     part[e] = T.float32(0)

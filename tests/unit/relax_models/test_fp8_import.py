@@ -108,7 +108,7 @@ def test_a_config_without_fp8_tensors_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq", "GGUF"]),
+    ({"quantization_config": {"quant_method": "bitsandbytes", "bits": 4}}, ["quantization_config", "bitsandbytes", "GGUF"]),
     ({"quantization_config": "awq"}, ["quantization_config", "'awq'", "supported: fp8"]),
     ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, ["quantization_config.fmt", "e5m2", "'e4m3'"]),
     ({"quantization_config": {"quant_method": "fp8", "mystery": 1}}, ["quantization_config.mystery", "unknown key"]),

@@ -66,7 +66,39 @@ def test_what_is_on_the_grid_stays_exact(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(quantize(x, FORMATS[name]).dequantize(), x)
 
 
-@pytest.mark.parametrize("name", ["q4_1", "q4_0", "q8_0"])
+@pytest.mark.parametrize("k", [256, 200])
+def test_q4_128_error_is_half_a_step_or_better(k: int, rng: np.random.Generator) -> None:
+    """Plain rounding of the range that includes zero bounds the squared error of each group; whole zeros move the range by
+    up to half a step. Rows need not be whole groups."""
+    x = weight(rng)[:, :k]
+    got = quantize(x, FORMATS["q4_128"])
+    assert got.codes.shape == x.shape and got.zeros is not None and got.zeros.shape == got.scales.shape == (48, 2)
+    for group in (slice(0, 128), slice(128, k)):
+        g = x[:, group].astype(np.float64)
+        low, high = np.minimum(g.min(axis=1), 0)[:, None], np.maximum(g.max(axis=1), 0)[:, None]
+        step = ((high - low) / 15).astype(np.float16).astype(np.float64)
+        zero = np.clip(np.rint(-low / step), 0, 15)
+        plain = (np.clip(np.rint(g / step) + zero, 0, 15) - zero) * step
+        error = got.dequantize()[:, group] - g
+        assert (np.square(error).sum(axis=1) <= np.square(plain - g).sum(axis=1) * (1 + 1e-5)).all()
+    # One number beyond the others is clipped where that helps the rest.
+    spread = rng.normal(0, 1, (1, 128)).astype(np.float32)
+    spread[0, 0] = 5.0
+    assert quantize(spread, FORMATS["q4_128"]).dequantize().max() < 4.7
+
+
+def test_whole_zeros_are_kept(rng: np.random.Generator) -> None:
+    """What is on such a grid already stays exact, one-sided groups too."""
+    for zero in (0, 6, 15):
+        codes = rng.integers(0, 16, (4, 128))
+        codes[:, 0], codes[:, 1] = 0, 15
+        x = (codes - zero).astype(np.float32) * 0.25
+        got = quantize(x, FORMATS["q4_128"])
+        np.testing.assert_array_equal(got.dequantize(), x)
+        assert got.zeros is not None and (got.zeros == zero).all()
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q4_0", "q8_0", "q4_128"])
 def test_zero_constant_and_tiny_groups(name: str) -> None:
     x = np.zeros((4, 64), np.float32)
     x[1], x[2], x[3] = 0.5, -0.5, 1e-9
@@ -83,7 +115,7 @@ def test_other_float_types(dtype: type, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(got.scales, expected.scales)
 
 
-@pytest.mark.parametrize("name", ["q4_1", "q4_0", "q8_0"])
+@pytest.mark.parametrize("name", ["q4_1", "q4_0", "q8_0", "q4_128"])
 def test_chunks_change_nothing(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     x = weight(rng)
     whole = quantize(x, FORMATS[name])
@@ -109,4 +141,5 @@ def test_refusals() -> None:
 
 
 def test_command_line_names() -> None:
-    assert {k: f.name for k, f in WEIGHT_CHOICES.items()} == {"q4": "q4_1", "q8": "q8_0", "fp8": "fp8"}
+    assert {k: f.name for k, f in WEIGHT_CHOICES.items()} == {
+        "q4": "q4_1", "q4-128": "q4_128", "q8": "q8_0", "fp8": "fp8"}

@@ -10,7 +10,7 @@ from relaxpack.schedules.kernels.cpu.layout import OFFSETS, bfloat16_bits, pack,
 from relaxpack.weight_format import FORMATS, QuantizedTensor
 
 FLOATS = [name for name, f in FORMATS.items() if not f.quantized]
-QUANTIZED = [name for name, f in FORMATS.items() if f.quantized and not f.e4m3]
+QUANTIZED = [name for name, f in FORMATS.items() if f.quantized and not f.long_groups]
 
 
 def quantized(name: str, n: int, k: int) -> QuantizedTensor:
@@ -52,6 +52,18 @@ def test_quantized_bytes(name: str, gate_up: bool) -> None:
                 at = code_bytes + which * 16 * width + lane * width
                 stored = packed[panel, :, half, at:at + width].copy().view(fmt.scale_dtype)[:, 0]
                 np.testing.assert_array_equal(stored, table[row])
+
+
+def test_zeros_become_minimums_of_short_groups() -> None:
+    """Without loss, the last group of a row may be short."""
+    fmt, rng = FORMATS["q4_128"], np.random.default_rng(4)
+    codes, zeros = (rng.integers(0, 16, (42, columns)).astype("uint8") for columns in (224, 2))
+    weight = QuantizedTensor(fmt, codes, rng.standard_normal((42, 2)).astype("float16"), zeros=zeros)
+    short = weight.in_groups_of_32()
+    np.testing.assert_array_equal(short.dequantize(), weight.dequantize())
+    layout = weight_layout(fmt, 42, 224, True)
+    assert layout == weight_layout(FORMATS["q4_k"], 42, 224, True) and short.scales.shape == (42, 7)
+    np.testing.assert_array_equal(pack(layout, weight)[""], pack(layout, short)[""])
 
 
 @pytest.mark.parametrize("gate_up", [False, True])

@@ -15,8 +15,9 @@ def quantized(name: str, n: int, k: int) -> QuantizedTensor:
     rng = np.random.default_rng(3)
     low, high = (0, 16) if fmt.bits == 4 else (-128, 128) if fmt.signed else (0, 32)
     codes = rng.integers(low, high, (n, k)).astype(np.int8 if fmt.signed else np.uint8)
-    values = [rng.random((n, k // fmt.group_size)).astype(fmt.scale_dtype) for _ in range(2)]
-    return QuantizedTensor(fmt, codes, values[0], values[1] if fmt.minimum == "stored" else None)
+    values = [rng.random((n, fmt.groups(k))).astype(fmt.scale_dtype) for _ in range(2)]
+    zeros = rng.integers(0, 16, (n, fmt.groups(k))).astype(np.uint8) if fmt.zeros else None
+    return QuantizedTensor(fmt, codes, values[0], values[1] if fmt.minimum == "stored" else None, zeros)
 
 
 def unpacked(name: str, packed: dict[str, np.ndarray], n: int, k: int) -> np.ndarray:
@@ -27,7 +28,7 @@ def unpacked(name: str, packed: dict[str, np.ndarray], n: int, k: int) -> np.nda
         for column in range(out.shape[1]):
             strip, high, g = row // 16, row % 16 // 8, row % 8
             chunk, half, within = column // 64, column % 64 // 32, column % 32
-            if fmt.group_size == 32:
+            if fmt.group_size != 16:
                 q, value = within // 8, within % 8
             else:
                 q, value = within % 16 // 4, within // 16 * 4 + within % 4
@@ -42,7 +43,7 @@ def unpacked(name: str, packed: dict[str, np.ndarray], n: int, k: int) -> np.nda
     return out
 
 
-@pytest.mark.parametrize("name", ["q4_1", "q8_0", "q6_k", "q5_1"])
+@pytest.mark.parametrize("name", ["q4_1", "q8_0", "q6_k", "q5_1", "q4_128"])
 @pytest.mark.parametrize(("n", "k"), [(32, 128), (24, 96)])
 def test_codes_are_where_the_layout_says(name, n, k):
     weight = quantized(name, n, k)
@@ -61,6 +62,16 @@ def test_scales_follow_their_rows(name):
     for row in range(24):
         got = scales[row // 16, :, row % 8, row % 16 // 8].reshape(-1)
         assert np.array_equal(got, weight.scales[row])
+
+
+@pytest.mark.parametrize("k", [384, 200])
+def test_scales_and_zeros_share_words(k):
+    weight = quantized("q4_128", 24, k)
+    words = pack(weight_layout(weight.format, 24, k, False), weight)["scales"].reshape(2, -(-k // 128), 8, 2)
+    for row in range(24):
+        got = words[row // 16, :, row % 8, row % 16 // 8]
+        assert np.array_equal((got & 0xFFFF).astype(np.uint16).view(np.float16), weight.scales[row])
+        assert np.array_equal(got >> 16, weight.zeros[row])
 
 
 def test_swiglu_interleaves_floats_and_codes_alike():

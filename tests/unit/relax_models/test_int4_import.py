@@ -1,0 +1,195 @@
+"""AWQ and GPTQ checkpoints give exactly their numbers, whatever their groups; what is not understood is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from relaxpack.errors import CheckpointError, ConfigError
+from relaxpack.relax_models.checkpoint import open_checkpoint
+from relaxpack.weight_format import QuantizedTensor
+from relaxpack.weights import choose_formats
+from tests.helpers.tiny_checkpoints import write_json, write_weights
+from tests.helpers.tiny_int4 import CONFIGS, joined, write_int4_checkpoint
+
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
+LAYER = "model.layers.0.self_attn.q_proj"
+
+
+def change(folder: Path, stored: dict[str, np.ndarray], tensors: dict[str, Any]) -> None:
+    """Write the folder's tensors again, with some of them changed; None removes one."""
+    write_weights(folder, {name: value for name, value in {**stored, **tensors}.items() if value is not None})
+
+
+def configure(folder: Path, **keys: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"].update(keys)
+    write_json(folder / "config.json", config)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("group", [128, 64, 32, -1])
+def test_numbers_are_the_checkpoints(tmp_path: Path, kind: str, group: int) -> None:
+    plain, _ = write_int4_checkpoint(tmp_path / "m", kind, group=group, **SIZES)
+    checkpoint = open_checkpoint(tmp_path / "m")
+    assert set(checkpoint.tensors) == set(plain)
+    for name, expected in plain.items():
+        info, value = checkpoint.tensors[name], checkpoint.read(name)
+        assert info.shape == expected.shape
+        if ".layers." in name and expected.ndim == 2:
+            assert isinstance(value, QuantizedTensor)
+            assert value.format.name == info.format.name == ("q4_k" if group in (32, 64) else "q4_128")
+            assert value.scales.dtype == value.format.scale_dtype
+            value = value.dequantize()
+        else:
+            assert info.format.name == "f32"
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_one_word_by_hand(tmp_path: Path) -> None:
+    """Output n of eight has code n: what the published formats write for it."""
+    codes = np.arange(8)[None, :]
+    assert joined(codes, (0, 2, 4, 6, 1, 3, 5, 7), 1).view(np.uint32).tolist() == [[0x75316420]]
+    assert joined(codes.T, tuple(range(8)), 0).view(np.uint32).tolist() == [[0x76543210]]
+    for kind, word in (("awq", 0x75316420), ("gptq", 0x76543210)):
+        _, stored = write_int4_checkpoint(tmp_path / kind, kind, **SIZES)
+        words = np.full_like(stored[f"{LAYER}.qweight"], word)
+        change(tmp_path / kind, stored, {f"{LAYER}.qweight": words})
+        read = open_checkpoint(tmp_path / kind).read(f"{LAYER}.weight").codes
+        expected = np.arange(256) % 8
+        np.testing.assert_array_equal(read, np.broadcast_to(expected[:, None] if kind == "awq" else expected, (256, 256)))
+
+
+def test_symmetric_gptq_has_zeros_of_eight(tmp_path: Path) -> None:
+    """The first form of the format writes 7 in every nibble for them."""
+    _, stored = write_int4_checkpoint(tmp_path / "m", "gptq", **SIZES)
+    change(tmp_path / "m", stored, {f"{LAYER}.qzeros": np.full_like(stored[f"{LAYER}.qzeros"], 0x77777777)})
+    assert (open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight").zeros == 8).all()
+
+
+@pytest.mark.parametrize("group", [128, 256])
+def test_longer_groups_are_repeated(tmp_path: Path, group: int) -> None:
+    plain, _ = write_int4_checkpoint(tmp_path / "m", "awq", group=group, **{**SIZES, "intermediate_size": 512})
+    weight = open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight")
+    assert weight.scales.shape == weight.zeros.shape == (256, 2)
+    np.testing.assert_array_equal(weight.dequantize(), plain[f"{LAYER}.weight"])
+
+
+def test_a_whole_column_of_any_length(tmp_path: Path) -> None:
+    plain, _ = write_int4_checkpoint(tmp_path / "m", "gptq", group=-1, hidden_size=96, num_attention_heads=4)
+    weight = open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight")
+    assert weight.format.name == "q4_128" and weight.scales.shape == (96, 1)
+    np.testing.assert_array_equal(weight.dequantize(), plain[f"{LAYER}.weight"])
+
+
+def test_bfloat16_scales(tmp_path: Path) -> None:
+    """Exact in float16 where they are large enough; in float32, which short groups have, always."""
+    plain, stored = write_int4_checkpoint(tmp_path / "m", "awq", scale_dtype=ml_dtypes.bfloat16, **SIZES)
+    read = open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight")
+    np.testing.assert_array_equal(read.dequantize(), plain[f"{LAYER}.weight"])
+    tiny = np.full_like(stored[f"{LAYER}.scales"], 2.0**-30)
+    change(tmp_path / "m", stored, {f"{LAYER}.scales": tiny})
+    with pytest.raises(CheckpointError, match=r"q_proj.scales holds 9.31323e-10, which is no float16"):
+        open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight")
+    _, stored = write_int4_checkpoint(tmp_path / "s", "awq", group=64, scale_dtype=ml_dtypes.bfloat16, **SIZES)
+    change(tmp_path / "s", stored, {f"{LAYER}.scales": np.full_like(stored[f"{LAYER}.scales"], 2.0**-30)})
+    assert np.abs(open_checkpoint(tmp_path / "s").read(f"{LAYER}.weight").dequantize()).max() == 15 * 2.0**-30
+
+
+def test_biases_of_zero_that_no_model_has(tmp_path: Path) -> None:
+    _, stored = write_int4_checkpoint(tmp_path / "m", "gptq", **SIZES)
+    change(tmp_path / "m", stored, {f"{LAYER}.bias": np.zeros(256, np.float16)})
+    assert f"{LAYER}.bias" not in open_checkpoint(tmp_path / "m").tensors
+    change(tmp_path / "m", stored, {f"{LAYER}.bias": np.ones(256, np.float16)})
+    with pytest.raises(CheckpointError, match=r"unused 1 \(model.layers.0.self_attn.q_proj.bias"):
+        open_checkpoint(tmp_path / "m")
+    plain, stored = write_int4_checkpoint(tmp_path / "q", "gptq", "qwen2", **SIZES)
+    change(tmp_path / "q", stored, {f"{LAYER}.bias": np.zeros(256, np.float32)})
+    assert f"{LAYER}.bias" in open_checkpoint(tmp_path / "q").tensors and f"{LAYER}.bias" in plain
+
+
+def test_what_the_build_makes_of_it(tmp_path: Path) -> None:
+    """What has 4 bits stays unless floats are asked for."""
+    write_int4_checkpoint(tmp_path / "m", "awq", **SIZES)
+    checkpoint = open_checkpoint(tmp_path / "m")
+    for weights, expected in {"as-is": "q4_128", "q4": "q4_128", "q4-128": "q4_128", "q8": "q4_128", "f16": "f16"}.items():
+        assert choose_formats(checkpoint, weights)[f"{LAYER}.weight"].name == expected
+    assert choose_formats(checkpoint, "as-is", "bfloat16")["lm_head.weight"].name == "bf16"
+    assert checkpoint.audit.status("config.json", "quantization_config.group_size") == "used"
+    assert checkpoint.audit.status("config.json", "quantization_config.modules_to_not_convert") == "ignored"
+
+
+@pytest.mark.parametrize(("kind", "keys", "words"), [
+    ("awq", {"bits": 8}, ["quantization_config.bits = 8", "4"]),
+    ("awq", {"bits": None}, ["quantization_config.bits", "missing"]),
+    ("gptq", {"bits": 3}, ["quantization_config.bits = 3"]),
+    ("awq", {"group_size": 16}, ["group_size = 16", "multiples of 128"]),
+    ("gptq", {"group_size": 0}, ["group_size = 0"]),
+    ("awq", {"group_size": None}, ["group_size", "missing"]),
+    ("awq", {"version": "gemv"}, ["version", "'gemv'", "'gemm'"]),
+    ("awq", {"zero_point": False}, ["zero_point"]),
+    ("awq", {"backend": "llm-awq"}, ["backend", "llm-awq"]),
+    ("gptq", {"checkpoint_format": "marlin"}, ["checkpoint_format", "marlin", "'gptq_v2'"]),
+    ("gptq", {"is_marlin_format": True}, ["is_marlin_format"]),
+    ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, ["dynamic", "+:.*down.*"]),
+    ("gptq", {"surprise": 1}, ["quantization_config.surprise", "unknown key"]),
+])
+def test_schemes_that_are_refused(tmp_path: Path, kind: str, keys: dict[str, Any], words: list[str]) -> None:
+    write_int4_checkpoint(tmp_path / "m", kind, **SIZES)
+    configure(tmp_path / "m", **keys)
+    with pytest.raises(ConfigError) as caught:
+        open_checkpoint(tmp_path / "m")
+    for word in words:
+        assert word in str(caught.value)
+
+
+Q = LAYER + "."
+ORDER = np.random.default_rng(0).permutation(np.arange(256) // 128).astype(np.int32)
+
+
+@pytest.mark.parametrize(("kind", "tensors", "words"), [
+    ("awq", {Q + "qzeros": None}, [Q + "qweight", "qzeros", "incomplete"]),
+    ("awq", {Q + "scales": None}, [Q + "scales", "incomplete"]),
+    ("gptq", {Q + "qweight": None}, [Q, "I32"]),
+    ("awq", {Q + "scales": np.ones((4, 256), np.float16)}, [Q + "scales is F16[4, 256]", "[2, 256]"]),
+    ("awq", {Q + "scales": np.ones((2, 256), np.int32)}, [Q + "scales is stored as I32", "F16, BF16, F32"]),
+    ("gptq", {Q + "qzeros": np.ones((2, 256), np.int32)}, [Q + "qzeros", "[2, 32]"]),
+    ("awq", {Q + "qweight": np.ones((256, 32), np.float16)}, [Q + "qweight is F16", "I32"]),
+    ("awq", {Q + "qweight": np.ones((200, 32), np.int32)}, [Q + "qweight", "200 inputs", "multiples of 128"]),
+    ("gptq", {Q + "g_idx": ORDER}, [Q + "g_idx", "desc_act"]),
+    ("gptq", {Q + "g_idx": ORDER[:9]}, [Q + "g_idx is I32[9]", "I32[256]"]),
+    ("awq", {Q + "weight": np.ones((256, 256), np.float16)}, ["stored twice"]),
+    ("awq", {Q + "qweight": np.ones((256, 16), np.int32), Q + "qzeros": np.ones((2, 16), np.int32),
+             Q + "scales": np.ones((2, 128), np.float16)}, [Q + "weight is [128, 256]", "expected [256, 256]"]),
+])
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, kind: str, tensors: dict[str, Any], words: list[str]) -> None:
+    _, stored = write_int4_checkpoint(tmp_path / "m", kind, **SIZES)
+    change(tmp_path / "m", stored, tensors)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path / "m")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_scales_must_be_finite(tmp_path: Path) -> None:
+    _, stored = write_int4_checkpoint(tmp_path / "m", "awq", **SIZES)
+    scales = stored[Q + "scales"].copy()
+    scales[1, 7] = np.nan
+    change(tmp_path / "m", stored, {Q + "scales": scales})
+    with pytest.raises(CheckpointError, match="q_proj.scales holds nan"):
+        open_checkpoint(tmp_path / "m").read(Q + "weight")
+
+
+def test_a_quantised_head_beside_a_float_table(tmp_path: Path) -> None:
+    _, stored = write_int4_checkpoint(tmp_path / "m", "awq", **SIZES)
+    head = {f"lm_head.{part}": np.resize(stored[Q + part], (len(stored[Q + part]), columns))
+            for part, columns in (("qweight", 64), ("qzeros", 64), ("scales", 512))}
+    change(tmp_path / "m", stored, {"lm_head.weight": None, **head})
+    checkpoint = open_checkpoint(tmp_path / "m")
+    assert not checkpoint.config.tie_embeddings and checkpoint.tensors["lm_head.weight"].format.name == "q4_128"
+    assert checkpoint.read("lm_head.weight").shape == (512, 256)
