@@ -74,14 +74,14 @@ def test_a_matmul(spec: LinearSpec) -> None:
     assert _error(case, held) == math.inf
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_k", "q6_k", "q8_0", "fp8", "fp8_block"])
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q4_128", "q5_k", "q6_k", "q8_0", "fp8", "fp8_block"])
 def test_a_quantised_weight_is_what_packing_makes_of_it(name: str) -> None:
     """Its rows repeat, as packed bytes and as the numbers they stand for, and the numbers are exact in bfloat16."""
     fmt, n, k = FORMATS[name], PERIOD + 32, 256
     buffers, plain = _weights(fmt, n, k, np.random.default_rng(3))
     one = random_quantized(fmt, PERIOD, k, np.random.default_rng(3))
     whole = QuantizedTensor(fmt, *(None if part is None else np.resize(part, (n, part.shape[1]))
-                                   for part in (one.codes, one.scales, one.minimums)))
+                                   for part in (one.codes, one.scales, one.minimums, one.zeros)))
     packed = pack(weight_layout(fmt, n, k, False), whole)
     assert set(buffers) == {f"weight.{suffix}" for suffix in packed}
     for suffix, array in packed.items():
