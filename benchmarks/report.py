@@ -221,8 +221,31 @@ def tuned() -> list[str]:
             f"and {data['ceilings']['gemm_tflop_s']:.0f} TFLOP/s measured there. The gain is that beside the kernel's "
             f"neighbour in a step, where it has one. {below['cases']} cases of all models are below 80 % of the roofline by "
             f"the rule: {below['geometric_mean_gain']:.2f}x in the geometric mean. `benchmarks/gpu/tune.py`, "
-            f"results/{name}.", "",
-            *table(["kernel", "case", "rule", "tuned", "torch", "roofline", "rule / roofline", "gain"], rows)]
+            f"results/{name}.{_declared(data)}", "",
+            *table(["kernel", "case", "rule", "tuned", "torch", "roofline", "rule / roofline", "gain"], rows),
+            *_tuned_steps()]
+
+
+def _declared(data: dict[str, Any]) -> str:
+    if (judged := data.get("declared")) is None:
+        return ""
+    below = judged["below_80_percent"]
+    return (" Of the set declared beforehand (the four matmuls in bf16 and q4_1 at 1, 4, 8, 16, 64, 512 and 4096 rows, "
+            f"norms, attention): {judged['geometric_mean_gain']:.3f}x over {judged['cases']} cases, "
+            f"{below['geometric_mean_gain']:.3f}x over the {below['cases']} below 80 %.")
+
+
+def _tuned_steps() -> list[str]:
+    if (found := newest("gpu_tuned_steps-*.json")) is None:
+        return []
+    name, data = found
+    rows = [[stem, f"{r['batch']}", f"{r['context']}", f"{r['untuned_ms']:.3f}", f"{r['tuned_ms']:.3f}",
+             f"{r['ratio']:.3f}", f"{r['ratios'][0]:.3f} to {r['ratios'][1]:.3f}"]
+            for stem, model in data["models"].items() for r in model["decode"]]
+    return ["", "Whole decode steps with these records and without, two builds on the same weights in turn, ms; the ratio "
+            f"is the median of the rounds' ratios. `benchmarks/gpu/tuned_steps.py`, results/{name}.", "",
+            *table(["model", "sequences", "tokens behind each", "untuned", "tuned", "tuned / untuned", "of all rounds"],
+                   rows)]
 
 
 def main() -> None:

@@ -52,13 +52,15 @@ def tune(model: str, target: str, location: str | None, trials: int, minutes: fl
          buckets: tuple[str, ...], tracker: str | None, key: str | None, log_path: Path | None, again: bool, dry_run: bool,
          as_json: bool, **options: Any) -> None:
     """Search for faster schedules of the kernels of MODEL on this machine (or those of a tracker), and store the winners.
-    A candidate counts only if its numbers are right, and replaces another only if it is faster beyond the noise.
+    A candidate counts only if its numbers are right, and replaces another only if it is faster beyond the noise. For a GPU,
+    run it where the GPU and a compiler are; of a checkpoint only the shapes are read.
 
     \b
     Examples:
       relaxpack tune smollm2 --trials 400
       relaxpack tune smollm2 --only decode --bucket decode:1 --time 10
       relaxpack tune ./Llama-3.2-1B --tracker 10.0.0.5:9190 --key epyc
+      relaxpack tune ./Llama-3.2-1B --target cuda --bucket decode:1 --bucket decode:32 --time 10
       relaxpack build smollm2 -o smol.bundle --db ~/.local/share/relaxpack/tuning.sqlite
     """
     from relaxpack.compile import BuildOptions
