@@ -78,6 +78,15 @@ def dtype_of(name: str) -> Any:
     return np.dtype(_DTYPES.get(name, name))
 
 
+def stored(value: Any) -> Any:
+    """As a kernel gets it: e4m3 numbers are bytes."""
+    if isinstance(value, Repeated):
+        return Repeated(stored(value.block), value.shape)
+    if isinstance(value, np.ndarray) and value.dtype == ml_dtypes.float8_e4m3fn:
+        return value.view(np.uint8)
+    return value
+
+
 def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.full(shape, -123456789 if dtype.startswith("int") else np.nan, dtype_of(dtype))
 

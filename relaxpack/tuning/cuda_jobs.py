@@ -24,7 +24,7 @@ import numpy as np
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.kernel_spec import Kernel, LinearSpec, NormSpec, Stage
 from relaxpack.target import TargetSpec
-from relaxpack.tuning.cuda_cases import GpuCase, check_cases, poisoned, primfunc_gpu_case, timing_cases
+from relaxpack.tuning.cuda_cases import GpuCase, check_cases, poisoned, primfunc_gpu_case, stored, timing_cases
 from relaxpack.tuning.cuda_device import Gpu
 from relaxpack.tuning.primfunc_cases import primfunc_case, primfunc_sets
 from relaxpack.tuning.rounds import Rounds
@@ -132,9 +132,9 @@ def _check(path: str, workload: Workload, bucket: int, seed: int) -> tuple[float
         results = []
         for _ in range(2):
             for name in case.expected:
-                gpu.write(placed[name], case.buffers[name])          # poisoned, or as it was before
+                gpu.write(placed[name], stored(case.buffers[name]))  # poisoned, or as it was before
             stages.bound(case.rows)(placed)
-            results.append({name: gpu.numpy(placed[name]) for name in case.expected})
+            results.append({name: gpu.numpy(placed[name]).view(case.buffers[name].dtype) for name in case.expected})
         for name in case.expected:
             first, second = (result[name] for result in results)
             share = case.share(name, first) if first.tobytes() == second.tobytes() else math.inf
@@ -226,7 +226,7 @@ def _checks(workload: Workload, bucket: int, seed: int) -> list[tuple[GpuCase, B
         cases = [primfunc_gpu_case(primfunc_case(workload, seed))]
     else:
         cases = check_cases(*family_and_spec(workload), bucket, seed)
-    return [(case, {name: gpu.place(value) for name, value in case.buffers.items()}) for case in cases]
+    return [(case, {name: gpu.place(stored(value)) for name, value in case.buffers.items()}) for case in cases]
 
 
 @lru_cache(maxsize=1)
@@ -238,7 +238,7 @@ def _timings(workload: Workload, bucket: int, seed: int) -> list[tuple[GpuCase, 
     else:
         cases = timing_cases(*family_and_spec(workload), bucket, seed, rotate)
     for case in cases:
-        first = {name: gpu.place(value) for name, value in case.buffers.items()}
+        first = {name: gpu.place(stored(value)) for name, value in case.buffers.items()}
         variants = [{name: gpu.place(value) for name, value in one.items()} for one in case.variants] or [{}]
         count = max(2, min(MOST_SETS, -(-rotate // case.bytes_of_copy()))) if case.copied else 1
         sets = [{**first, **variant, **({name: gpu.clone(first[name]) for name in case.copied} if number else {})}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,16 @@ from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_a
 from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import FusedTuning
 from relaxpack.target import parse_target
 from relaxpack.tuning import cuda_jobs
-from relaxpack.tuning.cuda_cases import PERIOD, GpuCase, Repeated, _weights, check_cases, random_quantized, timing_cases
+from relaxpack.tuning.cuda_cases import (
+    PERIOD,
+    GpuCase,
+    Repeated,
+    _weights,
+    check_cases,
+    random_quantized,
+    stored,
+    timing_cases,
+)
 from relaxpack.tuning.cuda_jobs import neighbour_of
 from relaxpack.tuning.specs import as_asked, family_and_spec
 from relaxpack.tuning_record import Workload
@@ -43,7 +53,7 @@ def _run(kernel: Kernel, case: GpuCase, grid: tuple[int, ...], threads: int, clu
     stage, = kernel.stages
     held = {name: np.resize(value.block, value.shape) if isinstance(value, Repeated) else
             (value.copy() if isinstance(value, np.ndarray) else value) for name, value in case.buffers.items()}
-    words = {name: value.view(np.uint16) if isinstance(value, np.ndarray) and value.itemsize == 2 else value
+    words = {name: value.view(np.uint16) if isinstance(value, np.ndarray) and value.itemsize == 2 else stored(value)
              for name, value in held.items()}
     words |= {"before": words.get("residual"), "t": case.rows, **({"p": held["pages"].shape[1]} if "pages" in held else {})}
     module = EmulatedModule(generate_source({stage.name: stage.func}, "sm_90a"))
@@ -101,9 +111,9 @@ def test_a_norm(residual: bool, blocks: int) -> None:
         assert _error(case, held) < 1, case.rows
 
 
-@pytest.mark.parametrize("epsilon", [None, 1e-6])
-def test_rope_append_and_attention(epsilon: float | None) -> None:
-    spec = FusedAttentionSpec(AttentionSpec(**{**ATTENTION.__dict__, "qk_norm_epsilon": epsilon}), 3)
+@pytest.mark.parametrize(("epsilon", "kv_dtype"), [(None, "bfloat16"), (1e-6, "bfloat16"), (None, "float8_e4m3fn")])
+def test_rope_append_and_attention(epsilon: float | None, kv_dtype: str) -> None:
+    spec = FusedAttentionSpec(replace(ATTENTION, qk_norm_epsilon=epsilon, kv_dtype=kv_dtype, page_size=32), 3)
     tuning = FusedTuning(2, 2, 2)
     kernel = rope_append_attention(spec.attention, 3, tuning=tuning)
     assert kernel is not None
@@ -111,7 +121,7 @@ def test_rope_append_and_attention(epsilon: float | None) -> None:
     held = _run(kernel, case, (3 * 2 * tuning.cluster,), 32 * tuning.warps, tuning.cluster)
     assert _error(case, held) < 1
     elsewhere = np.argwhere(~np.isnan(case.expected["pages"]))[0]
-    held["pages"][(case.buffers["layer"], *elsewhere)] = ml_dtypes.bfloat16(9)         # a write where nothing may change
+    held["pages"][(case.buffers["layer"], *elsewhere)] = 90         # a write where nothing may change
     assert _error(case, held) > 1
 
 
