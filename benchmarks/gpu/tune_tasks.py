@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.gpu.matmul_variants import LINEARS
 from relaxpack.kernel_spec import AttentionSpec, FusedAttentionSpec, Kernel, LinearSpec, NormSpec
+from relaxpack.schedules.kernels.cuda.linear import NORM_FAMILIES
 from relaxpack.schedules.tuning.cuda_linear_spaces import default_choice
 from relaxpack.target import parse_target
 from relaxpack.tuning.candidates import families_for
@@ -100,7 +101,7 @@ def linear_job(linear: str, rows: int, weight: str = "bf16") -> Job:
     else the plain one beside a norm."""
     spec, before = linear_spec(linear, rows, weight), linear.partition(".")[2] in ("qkv", "gate_up", "head")
     folded = replace(spec, norm_epsilon=1e-5) if before else replace(spec, residual=True, prepares_norm=True)
-    folds = default_choice(spec)["family"].startswith("gemm_rows")     # what `folds_norm` asks, without making kernels
+    folds = default_choice(spec)["family"].startswith(NORM_FAMILIES)   # what `folds_norm` asks, without making kernels
     spec = folded if folds else spec
     case = {"kind": "linear", "rows": rows, "n": spec.out_features, "k": spec.in_features, "weight": weight,
             "swiglu": spec.gated, "bias": spec.bias, "out_dtype": spec.out_dtype,
@@ -109,7 +110,7 @@ def linear_job(linear: str, rows: int, weight: str = "bf16") -> Job:
     neighbour = NormSpec(hidden, 1e-5, "bfloat16", False) if rows <= BESIDE_ROWS and not folds else None
     name = f"{linear}@{rows}" if weight == "bf16" else f"{linear}.{weight}@{rows}"
     return Job(name, "cuda.linear", spec, rows, [case], neighbour, before,
-               only=lambda choice: _likely(choice, spec) and (not folds or choice.get("family", "").startswith("gemm_rows")))
+               only=lambda choice: _likely(choice, spec) and (not folds or choice.get("family", "").startswith(NORM_FAMILIES)))
 
 
 def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
@@ -129,6 +130,8 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
         return choice["warps"] >= 8 or (choice["warps"] == 4 and choice["blocks_per_sm"] == 4)
     if family == "gemm_few_quant":
         return rows > 8 and choice["split"] == 8
+    if family == "gemm_row_quant":
+        return True
     if family == "gemm_rows_bulk":
         return rows <= 32
     if family == "gemm_mixed":
