@@ -109,8 +109,9 @@ def linear_job(linear: str, rows: int, weight: str = "bf16") -> Job:
     hidden = HIDDEN[linear.partition(".")[0]]
     neighbour = NormSpec(hidden, 1e-5, "bfloat16", False) if rows <= BESIDE_ROWS and not folds else None
     name = f"{linear}@{rows}" if weight == "bf16" else f"{linear}.{weight}@{rows}"
+    keeps = NORM_FAMILIES if folds else ""
     return Job(name, "cuda.linear", spec, rows, [case], neighbour, before,
-               only=lambda choice: _likely(choice, spec) and (not folds or choice.get("family", "").startswith(NORM_FAMILIES)))
+               only=lambda choice: _likely(choice, spec) and choice.get("family", "").startswith(keeps))
 
 
 def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
