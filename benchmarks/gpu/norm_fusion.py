@@ -25,7 +25,7 @@ from benchmarks.gpu.matmul_variants import LINEARS
 
 LAYERS = 12
 EPSILON = 1e-5
-CHAINS = (("8b", "q4_1"), ("8b", "q4_0"), ("8b", "q8_0"), ("1b", None), ("8b", None), ("7b", None))
+CHAINS = (("8b", "q4_1"), ("8b", "q4_0"), ("8b", "q4_128"), ("8b", "q8_0"), ("1b", None), ("8b", None), ("7b", None))
 HEADS = (("1b", None), ("8b", None), ("8b", "q4_1"), ("8b", "q4_0"), ("8b", "q8_0"))
 PARTS = ("qkv", "o", "gate_up", "down")
 ROWS = (1, 2, 4, 8)
@@ -58,7 +58,7 @@ def configs(k: int, weight: str | None) -> list[Config]:
     else:
         plain = [(16, 2, 1, 1, 2), (8, 2, 0, 1, 4), (8, 4, 0, 1, 3), (8, 1, 0, 2, 4)]
     found: list[Config] = [("rows", *c) for c in plain if c[0] * c[1] * (1 + c[2]) * 64 <= k]
-    if weight in ("q4_0", "q4_1"):
+    if weight in ("q4_0", "q4_1", "q4_128"):
         single = [(8, 1, 0, 1, 4), (8, 1, 1, 1, 4), (8, 1, 1, 1, 3), (8, 1, 1, 1, 2), (8, 2, 0, 1, 3), (16, 1, 0, 1, 2),
                   (16, 1, 0, 1, 1), (16, 1, 1, 1, 1), (8, 2, 1, 1, 2), (14, 1, 0, 1, 2), (14, 1, 1, 1, 1), (14, 2, 0, 1, 1),
                   (7, 2, 1, 1, 2)]
@@ -128,12 +128,12 @@ def kernels() -> dict[str, tuple[Any, ...]]:
         for config in {rule(n, k, swiglu, weight, 1), *head_configs(weight)}:
             found[name_of("head", model, weight, config, "folded")] = (
                 n, k, weight, config, {"norm_epsilon": EPSILON, "out_dtype": "float32"})
-    for weight in (None, "q4_0", "q4_1", "q8_0", "fp8"):
+    for weight in (None, "q4_0", "q4_1", "q4_128", "q8_0", "fp8"):
         for part, (n, k) in (("o", (1072, 1088)), ("qkv", (1040, 2112)), ("gate_up", (1056, 1088))):
             four: tuple[Config, ...] = (("row", 8, 1, 1, 1, 4), ("row", 4, 2, 0, 2, 2), ("row", 4, 1, 1, 4, 2))
             eight: tuple[Config, ...] = (("bulk", 4, 2, 2, 1, 3),) if weight is not None else ()
             for config in (("rows", 8, 2, 0, 1, 4), ("rows", 4, 2, 1, 2, 2), *eight,
-                           *(four if weight in ("q4_0", "q4_1") else ())):
+                           *(four if weight in ("q4_0", "q4_1", "q4_128") else ())):
                 name = f"check_{weight or 'bf16'}_{part}_" + "_".join(str(c) for c in config)
                 found[name] = (n, k, weight, config, role_options(part, "folded"))
     return found

@@ -179,7 +179,7 @@ def _quantized(spec: LinearSpec) -> Iterator[Choice]:
                 yield {"family": "gemm_rows_quant", "columns": columns, **one}
     if rows <= linear.UNPACK_ROWS:
         yield from ({"family": "gemm_rows_bulk", **one} for one in bulk_tilings(k, rows, weight))
-    if rows <= 4 and weight.bits == 4 and weight.group_size == 32:
+    if rows <= 4 and weight.bits == 4:
         yield from ({"family": "gemm_row_quant", **one} for one in row_tilings(k, rows))
     yield from ({"family": "gemm_mixed", **one} for one in mixed_tilings(n, k, rows, weight))
     if weight.group_size == 16 or rows > linear.UNPACK_ROWS:

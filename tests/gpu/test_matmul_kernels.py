@@ -41,7 +41,7 @@ def test_norms_inside_matmuls(tmp_path: Path) -> None:
         build(folder, ("check",))
     run = Run(folder, tmp_path, limit=0)        # checks only
     run.all()
-    assert not run.result["failures"] and len(run.result["checks"]) == 180
+    assert not run.result["failures"] and len(run.result["checks"]) == 234
     bad = [c for c in run.result["checks"] if not (c["ok"] and c["same_again"])]
     assert not bad, bad[:5]
 

@@ -60,6 +60,14 @@ class Codes:
         take away."""
         return T.uint32(twice(BASE[self.dtype] + (8 if self.weight.minimum == "-8*scale" else 0)) | SIGNS)
 
+    def zero(self, registers, base, h, more):
+        """What the format takes away of the 4-bit codes of row g + 8h, and `more`, as float32."""
+        return T.float32(more + (8 if self.weight.minimum == "-8*scale" else 0))
+
+    def first_scale(self, strip, chunk, g):
+        """Index of a lane's first scale in a chunk."""
+        return ((strip * self.chunks + chunk) * 8 + g) * self.scales
+
     def step(self, p, d):
         """Which of the two steps of 16 in a half chunk."""
         return p if self.wide else d

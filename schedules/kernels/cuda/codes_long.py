@@ -26,8 +26,17 @@ class LongGroupCodes(Codes):
         self.stored, self.f32 = False, True
         self.scales = self.scale_words = 2
 
+    def first_scale(self, strip, chunk, g):
+        return scale_place(self.weight, self.chunks, strip, chunk, g, 0)
+
     def _load(self):
-        weight, chunks, words = self.weight, self.chunks, self.words
+        chunks, words, first_scale = self.chunks, self.words, self.first_scale
+
+        @T.inline
+        def load_scales(registers, base, buffer, first):
+            T.ptx[LOAD2](registers[base], registers[base + 1], buffer.ptr_to([first]))
+
+        self.load_scales = load_scales
 
         @T.inline
         def load(c, o, sc, mn, so, codes, scales, minimums, strip, chunk, lane, there):
@@ -37,7 +46,7 @@ class LongGroupCodes(Codes):
                 for e in T.unroll(words // 4):
                     T.ptx[LOAD_CODES](c[o + e * 4], c[o + e * 4 + 1], c[o + e * 4 + 2], c[o + e * 4 + 3],
                                       codes.ptr_to([piece * (words * 32) + (e * 32 + lane) * 4]))
-                T.ptx[LOAD2](sc[so], sc[so + 1], scales.ptr_to([scale_place(weight, chunks, strip, chunk, lane // 4, 0)]))
+                load_scales(sc, so, scales, first_scale(strip, chunk, lane // 4))
             else:
                 for e in T.unroll(words):
                     c[o + e] = T.uint32(0)
@@ -52,6 +61,9 @@ class ZeroCodes(LongGroupCodes):
 
     def scale(self, registers, base, h, group):
         return low("float16", registers[base + h])
+
+    def zero(self, registers, base, h, more):
+        return T.Cast("float32", T.Cast("int32", registers[base + h] >> T.uint32(16)) + more)
 
     def less(self, registers, base, h):
         """The lowest mantissa bit of BASE has weight 1: zeros are added to its bits."""

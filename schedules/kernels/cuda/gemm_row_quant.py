@@ -1,16 +1,17 @@
-"""Matmul y[t, N] = x[t, K] W[N, K]^T for 4-bit weights in groups of 32 and one row of x (or 2 or 4) on mma.m16n8k16 (sm_80
-and newer): as gemm_rows_quant.py, but the eight columns of the product are eight groups of K instead of eight rows of x.
+"""Matmul y[t, N] = x[t, K] W[N, K]^T for 4-bit weights and one row of x (or 2 or 4) on mma.m16n8k16 (sm_80 and newer): as
+gemm_rows_quant.py, but the eight columns of the product are eight groups of 32 values of K instead of eight rows of x.
 
 In a step for one group only the column of that group holds x, the others are zero, so one accumulator collects the sums of
 eight groups, and scales, minimums and their float32 products are needed once for 16 x 256 values, each lane holding just
 its own. Codes are multiplied as 16 + c, exact with two instructions for two of them; sums of x, one product for all eight
-groups, take the 16 (and what a format subtracts) away in float32.
+groups, take the 16 (and what a format subtracts) away in float32. Of longer groups, neighbouring columns have one scale.
 """
 
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.codes import AND_OR, Codes, twice
+from relaxpack.schedules.kernels.cuda.codes import AND_OR, twice
+from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
 from relaxpack.schedules.kernels.cuda.common import finish, mma_name, quant_entry
 from relaxpack.schedules.kernels.cuda.fragments import SHORT, shuffle_xor
 from relaxpack.schedules.kernels.cuda.rows_epilogue import RowsEpilogue
@@ -31,9 +32,9 @@ def gemm_row_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
                    dependent_launch: bool = False, convert: bool = False, name: str = "gemm_row_quant"):
     """Buffers as in gemm_rows_quant. columns: rows of x per block, 1, 2 or 4; unroll: units of 256, 128 or 64 values of K
     (eight groups by columns) that a warp loads together; ahead: the next ones already while these are multiplied."""
-    assert K % 8 == 0 and columns in (1, 2, 4) and weight.bits == 4 and weight.group_size == 32
+    assert K % 8 == 0 and columns in (1, 2, 4) and weight.bits == 4
     STRIPS, KC = -(-N // 16), -(-K // 64)
-    F = Codes(weight, dtype, KC)
+    F = codes_of(weight, dtype, KC)
     W, U = warps, unroll
     PER = 8 // columns                              # groups of a row that are columns of one product
     CH = PER // 2                                   # chunks of a unit
@@ -46,9 +47,8 @@ def gemm_row_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
     SW, stored, SETS = F.scale_words, F.stored, 2 if ahead else 1
     MMA, fma, one = mma_name(dtype), f"fma.rn.{SHORT[dtype]}x2", F.one
     base, top = twice(SIXTEEN[dtype]), TOP[dtype]
-    away = 16 + (8 if weight.minimum == "-8*scale" else 0)
     limited = blocks_per_sm > 0
-    load_scales = F.load_scales
+    load_scales, first_scale = F.load_scales, F.first_scale
 
     @T.inline
     def body(x, codes, scales, minimums, bias_buffer, residual_buffer, y, t, norm=None):
@@ -96,9 +96,9 @@ def gemm_row_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
                 so = T.meta_var((slot * U + u) * SW)
                 chunk = T.meta_var(unit * CH + q % CH)
                 if T.bool(True) if exact else chunk < KC:
-                    load_scales(sc, so, scales, ((bx * KC + chunk) * 8 + g) * 4)
+                    load_scales(sc, so, scales, first_scale(bx, chunk, g))
                     if stored:
-                        load_scales(mn, so, minimums, ((bx * KC + chunk) * 8 + g) * 4)
+                        load_scales(mn, so, minimums, first_scale(bx, chunk, g))
                 else:
                     for i in T.unroll(SW):
                         sc[so + i] = T.uint32(0)
@@ -143,7 +143,8 @@ def gemm_row_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
                                    b[0], b[1], part[p * 4], part[p * 4 + 1], part[p * 4 + 2], part[p * 4 + 3])
                 so = T.meta_var((slot * U + u) * SW)
                 for e in T.unroll(4):                   # row g + 8 * (e // 2), group 2q + e % 2 of the columns
-                    acc[e] = acc[e] + (part[e] + part[e + 4] - T.float32(away) * sums[e]) * F.scale(sc, so, e // 2, e % 2)
+                    acc[e] = acc[e] + (part[e] + part[e + 4] - F.zero(sc, so, e // 2, 16) * sums[e]) * F.scale(
+                        sc, so, e // 2, e % 2)
                     if stored:
                         acc[e] = acc[e] + sums[e] * F.scale(mn, so, e // 2, e % 2)
 

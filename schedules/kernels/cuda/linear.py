@@ -207,7 +207,7 @@ def _kernel(spec: LinearSpec, family: str, body: Any, **launch: Any) -> Kernel:
 def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict[str, Any]]:
     """Kernel and options for up to UNPACK_ROWS rows of x and a packed weight."""
     n, k, weight = spec.out_features, spec.in_features, spec.weight
-    if rows == 1 and weight.bits == 4 and weight.group_size == 32:
+    if rows == 1 and weight.bits == 4:
         return "gemm_row_quant", row_tiling(n, k, rows)
     if hopper and rows <= 8 and k >= 2048 and (weight.bits == 8 or weight.scale_dtype == "float32" or n > 65536):
         return "gemm_rows_bulk", bulk_tiling(n, k, rows, weight)
