@@ -49,7 +49,7 @@ def _describe_target(bundle: Bundle, entry: TargetEntry, host: Host) -> dict[str
             "library_bytes": members[entry.library].bytes,
             "params_bytes": weights, "shared_with": shared_with(bundle, entry),
             "activation_dtype": info.activation_dtype, "kv_dtype": info.kv_dtype, "canary": dict(entry.canary),
-            "libraries": dict(entry.libraries),
+            "libraries": dict(entry.libraries), "activations": entry.activations or "float",
             "tensors": len(entry.param_order), "functions": list(entry.functions), "kernels": dict(entry.kernels),
             "memory_plan": {name: value for name, value in entry.memory_plan.items() if isinstance(value, int)},
             "symbolic_bounds": dict(entry.symbolic_bounds),

@@ -68,6 +68,7 @@ class TargetEntry:
     explain: str = "explain.json"         # member: what the compiler did for this target
     canary: Mapping[str, Any] = field(default_factory=dict)     # dist.canary.CanaryOrigin
     libraries: Mapping[str, Any] = field(default_factory=dict)  # library that kernels call → what of it is needed
+    activations: str | None = None        # "fp8": products of fp8 weights and many rows round activations to it
     extra: Json = field(default_factory=dict)
 
     def to_json(self) -> Json:
@@ -79,7 +80,8 @@ class TargetEntry:
                  "tuning_records": list(self.tuning_records), "explain": self.explain}
         optional = {"activation_dtype": self.activation_dtype, "kv_dtype": self.kv_dtype,
                     "shared_params": {stem: list(names) for stem, names in self.shared_params.items()},
-                    "canary": dict(self.canary), "libraries": dict(self.libraries)}
+                    "canary": dict(self.canary), "libraries": dict(self.libraries),
+                    "activations": self.activations}
         return _merge({**known, **{name: value for name, value in optional.items() if value}}, self.extra)
 
     @classmethod
@@ -94,7 +96,8 @@ class TargetEntry:
                     {check_member_name(stem): _names(names)
                      for stem, names in _get(data, "shared_params", dict, {}).items()},
                     check_member_name(_get(data, "explain", str, "explain.json")),
-                    _get(data, "canary", dict, {}), _get(data, "libraries", dict, {}))
+                    _get(data, "canary", dict, {}), _get(data, "libraries", dict, {}),
+                    _dtype(data, "activations"))
         return replace(known, extra=_unknown(data, known.to_json()))
 
 

@@ -37,6 +37,7 @@ from relaxpack.passes.pack_weights import PackWeights
 from relaxpack.passes.plan_memory import PlanMemory
 from relaxpack.passes.prune_parameters import PruneParameters
 from relaxpack.passes.rewrite import exported_functions
+from relaxpack.passes.rewrite_reshapes import RewriteDataflowReshape
 from relaxpack.passes.schedule_rest import DropUnusedKernels, ScheduleRest
 from relaxpack.passes.select_rows_early import SelectRowsEarly
 from relaxpack.passes.share_rope_table import ShareRopeTable
@@ -124,7 +125,7 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
         ]),
         ("finalize", [
             relax.transform.BundleModelParams("params"),
-            relax.transform.RewriteDataflowReshape(),
+            RewriteDataflowReshape,
             relax.transform.ToNonDataflow(),
             relax.transform.RemovePurityChecking(),
             relax.transform.CallTIRRewrite(),

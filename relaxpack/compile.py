@@ -39,7 +39,7 @@ from relaxpack.schedules.cuda_compile import check_library
 from relaxpack.storage_summary import storage_summary
 from relaxpack.target import TargetSpec
 from relaxpack.target_plan import TargetPlan, Targets, plan_targets, target_specs
-from relaxpack.weight_format import WeightFormat
+from relaxpack.weight_format import ACTIVATIONS, WeightFormat
 from relaxpack.weights import ParameterMaker, fixed_weights
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class BuildOptions:
     `kv_dtype` None: on a CPU float32 for `f32` weights, else float16; on a GPU the activation dtype. A dtype that is
     given holds for the targets that can have it. `level` is what the command line calls -O: which optional passes run
     (`passes.pipeline.OPTIONAL`), less the disabled ones and with those enabled that run on request alone (`ON_REQUEST`).
-    `embeddings`: whether the bundle also computes them, or computes nothing else and has no head."""
+    `embeddings`: whether the bundle also computes them, or computes nothing else and has no head. `activations`: whether
+    products of many rows round them to fp8 (`weight_format.ACTIVATIONS`)."""
 
     weights: str = "as-is"
     activation_dtype: str | None = None
@@ -74,6 +75,7 @@ class BuildOptions:
     ignore_config_keys: tuple[str, ...] = ()
     embeddings: str = "none"
     pretokenizer: str | None = None
+    activations: str = "as-is"
 
     def to_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "disabled_passes": sorted(self.disabled_passes),
@@ -182,7 +184,8 @@ def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
     with stage("checkpoint"):
         checkpoint = open_checkpoint(model, ignore_keys=options.ignore_config_keys, pretokenizer=options.pretokenizer)
         limits = build_limits(checkpoint, options)
-        plans = plan_targets(specs, checkpoint, options.weights, options.activation_dtype, options.kv_dtype)
+        plans = plan_targets(specs, checkpoint, options.weights, options.activation_dtype, options.kv_dtype,
+                             options.activations)
     info = _model_info(checkpoint, limits, plans[0])
     built: list[_Built] = []
     with BundleWriter(output, force) as writer:     # before the long work: a place that cannot be written shows now
@@ -226,7 +229,7 @@ Stage = Callable[[str, int | None], AbstractContextManager[None]]
 def _build_target(writer: BundleWriter, checkpoint: Checkpoint, plan: TargetPlan, limits: BuildLimits, options: BuildOptions,
                   dump: Path | None, shown: Progress, stage: Stage, records: DatabaseLookup | None) -> _Built:
     """Library and parameters of one target, written."""
-    provider = kernel_provider(plan.spec, records, limits)
+    provider = kernel_provider(plan.spec, records, limits, plan.activations)
     with stage("compile", 6):
         generate, embed = options.embeddings != "only", options.embeddings != "none"
         pipeline = pipeline_config(plan.spec, limits, left_out(options.level, options.disabled_passes), generate)
@@ -293,7 +296,7 @@ def records_for(databases: Sequence[str], target: TargetSpec,
 
 
 def kernel_provider(target: TargetSpec, records: Records | None = None,
-                    limits: BuildLimits | None = None) -> KernelProvider:
+                    limits: BuildLimits | None = None, activations: str = "float") -> KernelProvider:
     """The kernels for a target: those of `records` (for a build with these limits), else those of the rules."""
     if target.kind == "cpu":
         from relaxpack.schedules.kernels.cpu.provider import CpuKernels
@@ -301,7 +304,8 @@ def kernel_provider(target: TargetSpec, records: Records | None = None,
         return CpuKernels(target, tuned_kernels(records, target, limits) if records and limits else None)
     from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 
-    return CudaKernels(target, tuned=tuned_kernels(records, target, limits) if records and limits else None)
+    return CudaKernels(target, tuned=tuned_kernels(records, target, limits) if records and limits else None,
+                       activations=activations)
 
 
 def tuned_kernels(records: Records, target: TargetSpec, limits: BuildLimits) -> TunedKernels:
@@ -345,6 +349,8 @@ def _check_options(options: BuildOptions) -> None:
             raise UsageError(f"{name.replace('_', ' ')} {getattr(options, name)}: must be at least 1")
     if options.page_size > MAX_PAGE_SIZE:
         raise UsageError(f"page size {options.page_size}: must be at most {MAX_PAGE_SIZE}; 16 is a good one")
+    if options.activations not in ACTIVATIONS:
+        raise UsageError(f"activations {options.activations!r}: must be one of {', '.join(ACTIVATIONS)}")
     if options.embeddings not in EMBEDDINGS:
         raise UsageError(f"embeddings {options.embeddings!r}: must be one of {', '.join(EMBEDDINGS)}")
     if not 0 <= options.level <= HIGHEST_LEVEL:
@@ -448,7 +454,7 @@ def _target_entry(plan: TargetPlan, lowered: Lowered, stem: str, shared: dict[st
         lowered.kernel_counts(),
         tuning_records=tuple(lowered.explanation.get("tuning", {}).get("used", ())),
         activation_dtype=plan.activation_dtype, kv_dtype=plan.kv_dtype, shared_params=shared, explain=explain,
-        libraries=_libraries(lowered))
+        libraries=_libraries(lowered), activations=plan.activations if plan.activations != "float" else None)
 
 
 def _libraries(lowered: Lowered) -> dict[str, Any]:

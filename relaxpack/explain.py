@@ -33,6 +33,7 @@ def explanation(bundle: Bundle, rows: int = 1, context: int = 1024, machine: Mac
     return {
         "model": info.to_json(), "target": entry.target.name, "compiler": dict(manifest.compiler),
         "weights": dict(manifest.weights.formats), "options": dict(manifest.build_options),
+        "activations": entry.activations or "float",
         **shown,
         "tuning_records": list(entry.tuning_records),
         "audit": bundle.read_json(AUDIT) if AUDIT in bundle else {},

@@ -84,7 +84,8 @@ def _head(what: dict[str, Any]) -> str:
     tiles.append((f"{sum(what['weights'].values()) / 1e6:.1f} MB", "weights: " + ", ".join(what["weights"])))
     shown = "".join(f"<div class=tile><b>{text(value)}</b><span>{text(label)}</span></div>" for value, label in tiles)
     return (f"<h1>{text(model['name'])}</h1><p class=soft>{text(what['target'])} · {text(model['architecture'])}, "
-            f"{model['num_layers']} layers, hidden size {model['hidden_size']} · activations {model['activation_dtype']}, "
+            f"{model['num_layers']} layers, hidden size {model['hidden_size']} · activations {model['activation_dtype']}"
+            f"{'' if what['activations'] == 'float' else ', ' + what['activations'] + ' in matmuls of many rows'}, "
             f"KV cache {model['kv_dtype']} · " + text(", ".join(f"{k} {v}" for k, v in what["compiler"].items()))
             + f"</p><div class=tiles>{shown}</div>")
 

@@ -29,13 +29,15 @@ def option_differences(model: str | Path, left: BuildOptions, right: BuildOption
 def _explained(model: str | Path, options: BuildOptions, target: str) -> dict[str, Any]:
     checkpoint = open_checkpoint(model, ignore_keys=options.ignore_config_keys, pretokenizer=options.pretokenizer)
     limits, spec = build_limits(checkpoint, options), parse_target(target)
-    (plan,) = plan_targets((spec,), checkpoint, options.weights, options.activation_dtype, options.kv_dtype)
+    (plan,) = plan_targets((spec,), checkpoint, options.weights, options.activation_dtype, options.kv_dtype,
+                           options.activations)
     generate, embed = options.embeddings != "only", options.embeddings != "none"
     pipeline = dataclasses.replace(
         pipeline_config(spec, limits, left_out(options.level, options.disabled_passes), generate),
         enabled=options.enabled_passes, fixed_weights=fixed_weights(checkpoint, plan.formats))
-    lowered = lower_model(checkpoint.config, limits, spec, kernel_provider(spec), plan.formats, plan.activation_dtype,
-                          plan.kv_dtype, pipeline, generate=generate, embed=embed, code=False)
+    provider = kernel_provider(spec, activations=plan.activations)
+    lowered = lower_model(checkpoint.config, limits, spec, provider, plan.formats, plan.activation_dtype, plan.kv_dtype,
+                          pipeline, generate=generate, embed=embed, code=False)
     found = explain_record(lowered.explanation, lowered.buckets, lowered.arena_bytes(), limits.max_context,
                            limits.prefill_chunk, machine_of(spec))
     return {**found, "parameter_bytes": sum(p.bytes for p in lowered.parameters)}

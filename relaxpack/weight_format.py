@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 WEIGHTS = ("as-is", "q4", "q4-128", "q8", "fp8", "f16", "bf16", "f32")  # what a build can be told to store
+ACTIVATIONS = ("as-is", "float", "fp8")     # what a build can be told to round activations to in matmuls of fp8 weights
 WHOLE_ROW = -1  # group size of formats with one scale a row
 BLOCK = 128     # group size of fp8_block and q4_128
 LARGEST_ZERO = 15

@@ -288,7 +288,8 @@ def _silu_and_multiply(y, out, width, block: tl.constexpr):  # type: ignore[no-u
     tl.store(out + row * width + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)   # noqa: F821
 
 
-def child(folder: Path, out: Path, deadline: float) -> int:
+def child(folder: Path, out: Path, deadline: float, of_items: Callable[[Path, dict[str, str]], Any] = Turns) -> int:
+    """Items one after the other by an object with `bench` and `measure`, as `Turns` is."""
     index = json.loads((folder / "turns.json").read_text())
     result = json.loads(out.read_text())
     progress = {"at": "", "time": time.time()}
@@ -305,9 +306,9 @@ def child(folder: Path, out: Path, deadline: float) -> int:
 
     at("start")
     threading.Thread(target=watch, daemon=True).start()
-    turns = Turns(folder, index["place"])
+    turns = of_items(folder, index["place"])
     result.setdefault("ceilings", turns.bench.ceilings())
-    result["device"] = turns.torch.cuda.get_device_name()
+    result["device"] = turns.bench.torch.cuda.get_device_name()
     done = {(one["linear"], one["rows"], one["extra"]) for one in result["items"]}
     for item in index["items"]:
         if (item["linear"], item["rows"], item["extra"]) in done:
@@ -328,18 +329,18 @@ def child(folder: Path, out: Path, deadline: float) -> int:
     os._exit(0)
 
 
-def run(folder: Path, out: Path, limit: float) -> int:
+def run(folder: Path, out: Path, limit: float, script: str = __file__) -> dict[str, Any]:
+    """All items, by children of `script`: one that dies is followed by another without the kernel it was at."""
     deadline = time.time() + limit
     out.write_text(json.dumps({"clusters": cluster_counts(), "items": [], "broken": [], "failures": []}))
     for _ in range(6):
         if time.time() > deadline - 5:
             break
-        code = subprocess.run([sys.executable, __file__, "child", str(folder), "--out", str(out), "--limit",
+        code = subprocess.run([sys.executable, script, "child", str(folder), "--out", str(out), "--limit",
                                str(deadline - time.time())], timeout=limit + 60).returncode
         if code == 0:
             break
-    report(json.loads(out.read_text()))
-    return 0
+    return dict(json.loads(out.read_text()))
 
 
 def report(result: dict[str, Any]) -> None:
@@ -377,7 +378,8 @@ def main() -> int:
         return 0
     if options.command == "child":
         return child(options.folder, options.out, time.time() + options.limit)
-    return run(options.folder, options.out, options.limit)
+    report(run(options.folder, options.out, options.limit))
+    return 0
 
 
 if __name__ == "__main__":

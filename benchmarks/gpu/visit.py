@@ -175,6 +175,7 @@ def prepare(folder: Path, max_batch: int = 128) -> None:
         "kernels": _python("-m", "benchmarks.gpu.kernels_matmul", "build", folder / "kernels", "check", "chain"),
         "kernels/norms": _python("-m", "benchmarks.gpu.norm_fusion", "build", folder / "kernels" / "norms"),
         "kernels/quantised": _python("-m", "benchmarks.gpu.quantised_matmul", "build", folder / "kernels" / "quantised"),
+        "kernels/fp8": _python("-m", "benchmarks.gpu.fp8_matmul", "build_checks", folder / "kernels" / "fp8"),
         "attention": _python("-m", "tests.helpers.attention_builds", folder / "attention"),
         f"{SMALL}-bf16.so": _python(HERE / "build_models.py", folder, "--model", SMALL),
         f"{MODEL}-bf16.so": _python(HERE / "build_models.py", folder, "--model", MODEL, "--max-batch", max_batch),

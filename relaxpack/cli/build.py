@@ -17,7 +17,7 @@ import click
 
 from relaxpack.errors import UsageError
 from relaxpack.model_info import KV_DTYPES
-from relaxpack.weight_format import WEIGHTS
+from relaxpack.weight_format import ACTIVATIONS, WEIGHTS
 
 if TYPE_CHECKING:
     from relaxpack.dist.host import Host
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 @click.option("--page-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens of a KV-cache page.")
 @click.option("--dtype", "activation_dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
               help="dtype of activations [default: float32 on a CPU, bfloat16 on a GPU].")
+@click.option("--activations", type=click.Choice(ACTIVATIONS), default="as-is", show_default=True,
+              help="What matmuls of fp8 weights and many rows round activations to on cuda:sm_90a: fp8 is faster and less "
+                   "exact; as-is does what the checkpoint's scheme says.")
 @click.option("--kv-dtype", type=click.Choice(list(KV_DTYPES)),
               help="dtype of the KV cache; fp8 (float8 e4m3) has room for twice the tokens of a 16-bit one [default: on a "
                    "CPU float16 (float32 for f32 weights), on a GPU the activations'].")
@@ -72,6 +75,7 @@ def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None,
     \b
     relaxpack build smollm2 -o smol.bundle
     relaxpack build ./Llama-3.1-8B -o llama.bundle --target cpu --target cuda:sm_90a --max-batch 64
+    relaxpack build ./Llama-3.1-8B -o llama.bundle --target cuda:sm_90a --weights fp8 --activations fp8
     relaxpack build ./Qwen3-Embedding-0.6B -o embedder.bundle --embeddings-only
     relaxpack build smollm2 -o smol.bundle --db seed --db postgresql://team@db.example/tuning
     relaxpack build ./Llama-3.1-8B -o llama.bundle --target cuda:sm_90a --db seed --gpu "NVIDIA H200"

@@ -77,7 +77,9 @@ def _target_row(entry: dict[str, Any], chosen: str | None) -> tuple[str | Text, 
     kernels = ", ".join(f"{count} {source}" for source, count in entry["kernels"].items() if count)
     arena = entry["memory_plan"].get("arena_bytes")
     shared = f", shared with {', '.join(entry['shared_with'])}" if entry["shared_with"] else ""
-    return (entry["name"], fits, f"{entry['activation_dtype']}, {entry['kv_dtype']}", human_bytes(entry["library_bytes"]),
+    rounded = "" if entry["activations"] == "float" else f" ({entry['activations']})"
+    return (entry["name"], fits, f"{entry['activation_dtype']}{rounded}, {entry['kv_dtype']}",
+            human_bytes(entry["library_bytes"]),
             f"{human_bytes(entry['params_bytes'])} in {entry['tensors']}{shared}",
             "" if arena is None else human_bytes(arena), kernels, _canary_text(entry))
 

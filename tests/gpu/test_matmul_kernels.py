@@ -46,6 +46,24 @@ def test_norms_inside_matmuls(tmp_path: Path) -> None:
     assert not bad, bad[:5]
 
 
+def test_fp8_activations_against_float64(tmp_path: Path) -> None:
+    """Rows rounded to fp8 and their products. `RELAXPACK_GPU_KERNELS`: `python -m benchmarks.gpu.fp8_matmul build_checks
+    FOLDER/fp8`."""
+    pytest.importorskip("torch")
+    import relaxpack.tvm_setup as setup
+    from benchmarks.gpu.fp8_matmul import Fp8Checks, build_checks
+
+    folder = Path(os.environ.get("RELAXPACK_GPU_KERNELS", tmp_path)) / "fp8"
+    if not folder.exists():
+        if setup.runtime_only():
+            pytest.skip("no compiler here and RELAXPACK_GPU_KERNELS has no folder fp8")
+        build_checks(folder)
+    bench = Fp8Checks(folder)
+    checks = [check for one in bench.variants for check in bench.check(one)]
+    bad = [check for check in checks if not (check["ok"] and check["same_again"])]
+    assert len(checks) > 100 and not bad, bad[:5]
+
+
 @pytest.mark.parametrize("group", ["check", "chain"])
 def test_kernels_against_float64(kernels: Path, group: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -187,6 +187,45 @@ template <bool BF, int N> void wgmma(float* c, const uint32_t* a, uint64_t a_des
     }
   }
 }
+inline float e4m3(unsigned c) {
+  if ((c & 127) == 127) return CUDART_NAN_F;
+  int e = c >> 3 & 15;
+  float v = e ? ldexpf(1 + (c & 7) / 8.0f, e - 7) : ldexpf((c & 7) / 8.0f, -6);
+  return c & 128 ? -v : v;
+}
+// To the nearest, ties to the even code, saturating.
+inline unsigned to_e4m3(float x) {
+  if (x != x) return 0x7f;
+  unsigned sign = signbit(x) ? 128 : 0, best = 0;
+  for (unsigned c = 1; c < 127; ++c) {
+    float near = fabsf(e4m3(best) - fabsf(x)), now = fabsf(e4m3(c) - fabsf(x));
+    if (now < near || (now == near && c % 2 == 0)) best = c;
+  }
+  return sign | best;
+}
+// Bytes of a K-major operand with the swizzle of 128 or 64 bytes.
+inline float operand8(uint64_t desc, int mn, int k) {
+  uint64_t start = (desc & 0x3fff) * 16, stride = (desc >> 32 & 0x3fff) * 16, mode = desc >> 62;
+  if (mode != 1 && mode != 2) { fprintf(stderr, "only swizzles of 128 and 64 bytes are emulated\n"); abort(); }
+  uint64_t at = start + mn % 8 * (mode == 1 ? 128 : 64) + mn / 8 * stride + k;
+  at ^= (at >> 7 & (mode == 1 ? 7 : 3)) << 4;
+  if (at >= kSmem) { fprintf(stderr, "wgmma operand outside shared memory\n"); abort(); }
+  return e4m3(smem[at]);
+}
+template <int N> void wgmma8(float* c, uint64_t a_desc, uint64_t b_desc, bool add) {
+  int g = lane_id() / 4, t = lane_id() % 4, warp = cur->tid.x / kWarp % 4;
+  float left[2][32];
+  for (int k = 0; k < 32; ++k) for (int i = 0; i < 2; ++i) left[i][k] = operand8(a_desc, warp * 16 + g + 8 * i, k);
+  for (int n = 0; n < N / 8; ++n) for (int j = 0; j < 2; ++j) {
+    float right[32];
+    for (int k = 0; k < 32; ++k) right[k] = operand8(b_desc, n * 8 + t * 2 + j, k);
+    for (int i = 0; i < 2; ++i) {
+      float s = add ? c[n * 4 + i * 2 + j] : 0;
+      for (int k = 0; k < 32; ++k) s += left[i][k] * right[k];
+      c[n * 4 + i * 2 + j] = s;
+    }
+  }
+}
 inline uint32_t movmatrix(uint32_t v) {
   uint32_t mine = v, r = 0;
   cur->slot = &mine; wait(kWarpWait);

@@ -39,6 +39,9 @@ RULES: list[tuple[str, Any]] = [
     (r"rcp\.approx\.ftz\.f32", lambda o, i, m: f"{o[0]} = 1.0f / {i[0]};"),
     (r"cvt\.rn\.bf16x2\.f32", lambda o, i, m:
         f"{o[0]} = (uint32_t)nv_bfloat16({i[0]}).bits << 16 | nv_bfloat16({i[1]}).bits;"),
+    (r"cvt\.rn\.satfinite\.e4m3x2\.f32", lambda o, i, m:
+        f"{o[0]} = emu::to_e4m3({i[0]}) << 8 | emu::to_e4m3({i[1]});"),
+    (r"div\.rn\.f32", lambda o, i, m: f"{o[0]} = {i[0]} / {i[1]};"),
     (r"cvt\.rn\.f16x2\.f32", lambda o, i, m: f"{o[0]} = (uint32_t)half({i[0]}).bits << 16 | half({i[1]}).bits;"),
     (r"cvt\.rn\.satfinite\.e4m3x2\.f32", lambda o, i, m: "abort();"),    # of a branch for the GPU, beside one for others
     (r"fma\.rn\.(bf16|f16)x2", lambda o, i, m:
@@ -101,7 +104,10 @@ OPERAND = re.compile(r'"[^"]*"\(((?:[^()]|\([^()]*\))*)\)')
 
 def _wgmma(out: list[str], inp: list[str], text: str) -> str:
     """Accumulators are read and written; A is a descriptor or four registers; the tail is scale_d, signs, transposes."""
-    n = int(re.findall(r"m64n(\d+)k16", text)[0])
+    n = int(re.findall(r"m64n(\d+)k", text)[0])
+    if ".e4m3." in text:
+        return (f"{{ float c[{n // 2}] = {{{', '.join(out)}}}; emu::wgmma8<{n}>(c, {inp[0]}, {inp[1]}, {inp[2]}); "
+                + " ".join(f"{v} = c[{k}];" for k, v in enumerate(out)) + " }")
     tail = [int(v) for v in re.findall(r"ps0, ([-\d, ]+);", text)[0].split(",")][2:]
     in_registers = len(inp) == 6
     a = "a" if in_registers else "nullptr"

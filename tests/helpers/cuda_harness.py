@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
@@ -80,12 +81,12 @@ def tensor_maps(func: Any, arguments: dict[str, Any]) -> dict[str, TensorMap]:
     found = {}
     for name, dtype, dimensions, buffer, rest in ENCODE.findall(func.script()):
         rank = int(dimensions)
-        numbers = [int(eval(number.replace("T.int64", ""), {}, sizes)) for number in rest.split(", ")]
+        numbers = [int(number) for number in eval(f"[{rest}]", {"T": SimpleNamespace(int64=int, min=min)}, sizes)]
         dims, numbers = numbers[:rank], numbers[rank:]
         strides, numbers = numbers[:rank - 1], numbers[rank - 1:]
         box, steps, (interleave, swizzle, *_) = numbers[:rank], numbers[rank:2 * rank], numbers[2 * rank:]
         assert steps == [1] * rank and interleave == 0 and max(box) <= 256, "the emulator knows dense boxes only"
-        found[name] = TensorMap(arguments[buffer], 4 if dtype == "uint32" else 2, dims, strides, box, swizzle)
+        found[name] = TensorMap(arguments[buffer], {"uint32": 4, "uint8": 1}.get(dtype, 2), dims, strides, box, swizzle)
     return found
 
 

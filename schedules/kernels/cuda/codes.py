@@ -49,6 +49,10 @@ class Codes:
             return T.cuda.uint_as_float(registers[base + index])
         return low("float16", registers[base + index // 2] >> T.Cast("uint32", index % 2 * 16))
 
+    def place(self, lane, e):
+        """Index of the e-th four words of a lane's codes in a piece."""
+        return (e * 32 + lane) * 4
+
     def pair(self, registers, base, j, h, p):
         """Register with codes 2p, 2p+1 of row g + 8h in half j at the bottom of each half word."""
         if self.weight.bits == 4:
@@ -87,7 +91,7 @@ class Codes:
                 T.ptx[LOAD4](registers[base], registers[base + 1], registers[base + 2], registers[base + 3],
                              buffer.ptr_to([first]))
 
-        stored, chunks, self.load_scales = self.stored, self.chunks, load_scales
+        stored, chunks, place, self.load_scales = self.stored, self.chunks, self.place, load_scales
 
         @T.inline
         def load(c, o, sc, mn, so, codes, scales, minimums, strip, chunk, lane, there):
@@ -96,7 +100,7 @@ class Codes:
             if there:
                 for e in T.unroll(words // 4):
                     T.ptx[LOAD_CODES](c[o + e * 4], c[o + e * 4 + 1], c[o + e * 4 + 2], c[o + e * 4 + 3],
-                                      codes.ptr_to([piece * (words * 32) + (e * 32 + lane) * 4]))
+                                      codes.ptr_to([piece * (words * 32) + place(lane, e)]))
                 load_scales(sc, so, scales, (piece * 8 + lane // 4) * scales_per_lane)
                 if stored:
                     load_scales(mn, so, minimums, (piece * 8 + lane // 4) * scales_per_lane)

@@ -25,6 +25,11 @@ def can_convert(arch: str) -> bool:
     return int(arch.removeprefix("sm_").rstrip("a")) >= 89
 
 
+def code_place(lane, row):
+    """Index of the four words with a lane's codes of row `row` (0: g, 1: g + 8) in a piece: swizzled, see packing.py."""
+    return (row * 32 + (lane ^ lane // 8 % 4)) * 4
+
+
 class Fp8Codes(LongGroupCodes):
     """`Codes` for the fp8 formats. `convert`: use the instruction of sm_89 for float16."""
 
@@ -35,12 +40,13 @@ class Fp8Codes(LongGroupCodes):
     def scale(self, registers, base, h, group):
         return T.cuda.uint_as_float(registers[base + h])
 
+    def place(self, lane, e):
+        return code_place(lane, e)
+
     def pair(self, registers, base, j, h, p):
         """Codes 2p, 2p+1 of row g + 8h in half j: in the upper byte of each half word, for the instruction in the lower."""
-        if self.convert:
-            return super().pair(registers, base, j, h, p)
-        word = registers[base + j * 4 + h * 2 + p // 2]
-        return word << T.Cast("uint32", 8 - p % 2 * 8)
+        word = registers[base + h * 4 + j * 2 + p // 2]
+        return word >> T.Cast("uint32", p % 2 * 8) if self.convert else word << T.Cast("uint32", 8 - p % 2 * 8)
 
     def _decode(self):
         convert = self.convert

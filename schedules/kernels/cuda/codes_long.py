@@ -30,7 +30,7 @@ class LongGroupCodes(Codes):
         return scale_place(self.weight, self.chunks, strip, chunk, g, 0)
 
     def _load(self):
-        chunks, words, first_scale = self.chunks, self.words, self.first_scale
+        chunks, words, place, first_scale = self.chunks, self.words, self.place, self.first_scale
 
         @T.inline
         def load_scales(registers, base, buffer, first):
@@ -45,7 +45,7 @@ class LongGroupCodes(Codes):
             if there:
                 for e in T.unroll(words // 4):
                     T.ptx[LOAD_CODES](c[o + e * 4], c[o + e * 4 + 1], c[o + e * 4 + 2], c[o + e * 4 + 3],
-                                      codes.ptr_to([piece * (words * 32) + (e * 32 + lane) * 4]))
+                                      codes.ptr_to([piece * (words * 32) + place(lane, e)]))
                 load_scales(sc, so, scales, first_scale(strip, chunk, lane // 4))
             else:
                 for e in T.unroll(words):

@@ -46,6 +46,7 @@ class ScaledCodes:
     def _load(self):
         bits, lane_words, long_groups, whole_row, stored = (self.weight.bits, self.lane_words, self.weight.long_groups,
                                                             self.whole_row, self.stored)
+        place = self.codes.place
 
         @T.inline
         def load_scales(registers, buffer, stage, first):
@@ -64,7 +65,7 @@ class ScaledCodes:
             else:
                 for e in T.unroll(2):
                     T.ptx[SHARED4](c[e * 4], c[e * 4 + 1], c[e * 4 + 2], c[e * 4 + 3],
-                                   codes.ptr_to([stage, (u * strips + strip) * 256 + (e * 32 + lane) * 4]))
+                                   codes.ptr_to([stage, (u * strips + strip) * 256 + place(lane, e)]))
             if not whole_row:
                 first = T.meta_var(strip * 16 + lane // 4 * 2 if long_groups else
                                    (strip * CHUNKS + u) * (8 * lane_words) + lane // 4 * lane_words)

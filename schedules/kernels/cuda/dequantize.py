@@ -4,6 +4,7 @@ kernel that unpacks a whole weight for the many-row matmul. The layout is explai
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
+from relaxpack.schedules.kernels.cuda.codes_fp8 import code_place
 from relaxpack.schedules.kernels.cuda.codes_long import scale_place
 from relaxpack.schedules.kernels.cuda.common import finish, fragment_sizes, optional, with_handles
 from relaxpack.schedules.kernels.cuda.fragments import low, pack
@@ -19,6 +20,8 @@ def code_address(weight: WeightFormat, chunks: int, strip, chunk, half, lane, ro
     piece = strip * chunks + chunk
     if weight.bits == 4:
         return piece * 128 + lane * 4 + half * 2 + row
+    if weight.e4m3:
+        return piece * 256 + code_place(lane, row) + half * 2
     return piece * 256 + half * 128 + lane * 4 + row * 2
 
 

@@ -1,7 +1,9 @@
 """Hopper matmul for many rows: y[t, N] = x[t, K] W[N, K]^T, warp-specialised and persistent. 384 threads: warpgroups 0
 and 1 multiply (64 rows of the tile each, wgmma m64nBNk16 from shared memory), one thread of warpgroup 2 issues TMA loads
 into a ring of stages. The epilogue (bias, residual, gate) works on the accumulators in registers and leaves through
-stmatrix and TMA stores, which clip at the edges, so any t and any N that is a multiple of 8 is right.
+stmatrix and TMA stores, which clip at the edges, so any t and any N that is a multiple of 8 is right. Tiles
+do not reach over the edges of x and the weight, where TMA is slow: the last ones begin earlier and compute some rows or
+columns again, to the same bits.
 
 With `cluster` 2, two blocks of neighbouring row tiles share the weight tile by TMA multicast. With `split`, where tiles
 alone would not fill the chip, the blocks of a cluster share one tile and cut K: each sends the others their columns of
@@ -13,15 +15,23 @@ The residual of a tile travels through the ring behind its last k tile, so that 
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.common import SHORT, device, linear_func
+from relaxpack.schedules.kernels.cuda.common import device, linear_func
 from relaxpack.schedules.kernels.cuda.fragments import EXP2, LDMATRIX, LOG2_E, high, low, pack
 from relaxpack.schedules.kernels.cuda.gemm_few import DESC, SW128, WG_FENCE
+from relaxpack.schedules.kernels.cuda.many_operands import (
+    BM,
+    DESCRIPTOR,
+    TMA_LOAD,
+    WG,
+    E4M3Operands,
+    FloatOperands,
+    RowScales,
+    e4m3_func,
+)
 from tvm.script import tirx as T
 
 BOX_SWIZZLE = {64: SW128, 32: 2, 16: 1}         # columns of a store box → swizzle of its rows of 128, 64 or 32 bytes
-BM, BK, WG, CONSUMERS = 128, 64, 128, 2
-TMA_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-TMA_MULTICAST = TMA_LOAD + ".multicast::cluster"
+BK, CONSUMERS = 64, 2           # a k tile is 128 bytes of a row, as many as 64 numbers of 16 bits
 TMA_STORE = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group"
 ARRIVE, WAIT = "barrier.cluster.arrive.release", "barrier.cluster.wait.acquire"
 STMATRIX = "stmatrix.sync.aligned.m8n8.x4.shared.b16"
@@ -31,36 +41,56 @@ SHARED_LIMIT = 227 * 1024
 
 def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, cluster: int = 1, split: int = 1,
               skew: int = 0, group_m: int = 8, blocks: int = 132, bias: bool = False, residual: bool = False,
-              glu: str | None = None, dependent_launch: bool = False):
+              glu: str | None = None, dependent_launch: bool = False, e4m3: bool = False, promote: int = 0,
+              whole_store: bool = False):
     """Buffers as in gemm_rows. tile_n: columns of a tile, at most 256; group_m: row tiles that are walked together to keep
-    their x in L2; blocks: grid size, one block per multiprocessor (with `split` there is a cluster for every tile)."""
+    their x in L2; blocks: grid size, one block per multiprocessor (with `split` there is a cluster for every tile).
+    e4m3: x and weight are pairs of codes and scales (many_operands.py), `dtype` is the residual's; promote: after how many
+    k tiles the tensor cores' sums are added in float32, 0: at the end. whole_store: a tile goes through shared memory at
+    once, which leaves less for the ring."""
     BN, CL, P = tile_n, cluster, split
     gated = glu is not None
-    OUT = N // 2 if gated else N
+    GATES = 2 if gated else 1
+    OUT = N // GATES
     WIDTH = BN // P                                 # columns that one block brings to their end
     BO = WIDTH // 2 if gated else WIDTH            # its output columns
-    TO = BN // 2 if gated else BN                  # output columns of a tile
     assert N % 8 == 0 and K % 8 == 0 and BN <= 256 and CL in (1, 2) and blocks % CL == 0 and 1 <= P <= 8
-    assert BO * P == TO and BO % 16 == 0 and (not gated or N % 16 == 0) and (P == 1 or CL == 1)
+    assert BO * P == BN // GATES and BO % 16 == 0 and (not gated or N % 16 == 0) and (P == 1 or CL == 1)
     ACC, ACC_OUT = 64 * BN // WG, 64 * WIDTH // WG  # float32 sums of a thread: of the tile, of its block's columns
     tma_store = out_dtype == dtype and OUT % 8 == 0
     EB = next(columns for columns in BOX_SWIZZLE if BO % columns == 0)      # columns of one TMA store
-    epilogue_bytes = CONSUMERS * 2 * 64 * EB * 2 if tma_store else 0
+    whole_store &= tma_store
+    BOXES_WG = BO // EB if whole_store else 2       # store boxes of a warpgroup
+    epilogue_bytes = CONSUMERS * BOXES_WG * 64 * EB * 2 if tma_store else 0
     stage_bytes = (BM + BN) * BK * 2
-    KT, NT = -(-K // BK), -(-N // BN)
+    operands = E4M3Operands(N, K, BN, CL) if e4m3 else FloatOperands(N, K, dtype, BN, CL)
+    VALUES = operands.values
+    KT, NT = -(-K // VALUES), -(-N // BN)
     S = min((SHARED_LIMIT - epilogue_bytes - 2048) // stage_bytes, max(-(-KT // P), 2))
-    MMA = f"wgmma.mma_async.sync.aligned.m64n{BN}k16.f32.{SHORT[dtype]}.{SHORT[dtype]}"
+    PIECES = 2 if promote and ACC > 96 else 1       # parts of the tile that are promoted one after the other
+    APART, promoted = ACC // PIECES, promote > 0    # sums of a part
+    APART_SUMS = APART if promoted else 1
+    MMA, TAIL, weights_at = operands.mma(BN // PIECES), operands.tail, operands.at
+    UPPER, LOWER = operands.weights >> 32, operands.weights & 0xFFFFFFFF
+    encode, load_weights_of = operands.encode, operands.load_weights
+    assert not promote or (e4m3 and BN % (16 * PIECES) == 0 and (PIECES == 1 or promote == 1))
+    S_COLUMNS = -(-WIDTH // 4) * 4 if e4m3 else 4
+    scales = RowScales(operands, WIDTH) if e4m3 else None
+    HELD = scales.held + 2 if e4m3 else 1
+    fetch_scales, put_scales, apply_scales = (scales.fetch, scales.put, scales.apply) if e4m3 else (None, None, None)
     PACK = pack(dtype)
     A16, B16 = BM * BK * 2 // 16, BN * BK * 2 // 16  # stage strides in descriptor units
     skew = 0 if P > 1 else min(skew, S - 2, KT - 1)
-    clustered, full_n, divided = CL > 1, N % BN == 0, P > 1
+    clustered, divided = CL > 1, P > 1
+    FITTING = max(operands.rows - BN, 0)            # the last column where a whole tile begins
+    full_n = operands.rows == N >= BN
     by_ring = residual and tma_store and not divided        # how the residual comes: through the ring, or
     direct = residual and not by_ring                       # by the threads that add it
     BOX, BOXES = BM * EB, BO // EB                          # elements of one residual box, boxes of a tile
     IN_A, IN_STAGE = BM * BK // BOX, BM * BK // BOX + BN * BK // BOX        # boxes that fit the x part of a stage, the stage
     RT = -(-BOXES // IN_STAGE) if by_ring else 0            # stages that carry the residual
     words_shape = (ACC_OUT // 2 if divided else 2,)
-    staging_shape = (CONSUMERS * 2, 64 * EB) if tma_store else (1, 16)
+    staging_shape = (CONSUMERS * BOXES_WG, 64 * EB) if tma_store else (1, 16)
     parts_shape = ((P - 1) * ACC_OUT // 4 * CONSUMERS * WG * 4,) if divided else (4,)
     assert parts_shape[0] * 4 <= S * stage_bytes
 
@@ -78,7 +108,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
         return gate * (gate * gate * T.float32(-0.044715 * GELU) - T.float32(GELU))
 
     def accumulators(c):
-        return [c[i] for i in range(ACC)]
+        return [c[i] for i in range(APART)]
 
     def swizzle(chunk, lane):                       # 16-byte chunk of row lane % 16 of a store box
         return chunk ^ {64: lane % 8, 32: lane // 2 % 4, 16: lane // 4 % 2}[EB]
@@ -86,11 +116,8 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
     @T.inline
     def body(x, weight, bias_buffer, residual_buffer, y, t):
         x_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        T.call_packed("runtime.cuTensorMapEncodeTiled", x_map, dtype, 2, x.data,
-                      K, t, K * 2, BK, BM, 1, 1, 0, SW128, 2, 0)
         w_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        T.call_packed("runtime.cuTensorMapEncodeTiled", w_map, dtype, 2, weight.data,
-                      K, N, K * 2, BK, BN // CL, 1, 1, 0, SW128, 2, 0)
+        encode(x_map, w_map, x, weight, t)
         if tma_store:
             y_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
             T.call_packed("runtime.cuTensorMapEncodeTiled", y_map, dtype, 2, y.data,
@@ -98,7 +125,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
         if by_ring:
             r_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
             T.call_packed("runtime.cuTensorMapEncodeTiled", r_map, dtype, 2, residual_buffer.data,
-                          OUT, t, OUT * 2, EB, BM, 1, 1, 0, BOX_SWIZZLE[EB], 2, 0)
+                          OUT, t, OUT * 2, EB, T.min(t, BM), 1, 1, 0, BOX_SWIZZLE[EB], 2, 0)
         with device():
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
             m_tiles = T.meta_var(T.Cast("int32", T.ceildiv(t, BM * CL)))        # row tiles of one cluster
@@ -111,6 +138,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
             staging = pool.alloc(staging_shape, dtype, align=1024)
             full = pool.alloc((S,), "uint64", align=8)
             empty = pool.alloc((S,), "uint64", align=8)
+            of_columns = pool.alloc((CONSUMERS, S_COLUMNS), "float32", align=16)
             pool.move_base_to(0)            # partial sums from other blocks, when nothing reads the ring any more
             parts = pool.alloc(parts_shape, "float32", align=1024)
             pool.commit()
@@ -127,6 +155,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                 T.cuda.cta_sync()
 
             rows = T.meta_var(T.Cast("int32", t))
+            loaded = T.meta_var(T.min(rows, BM))                    # rows of x, and of the residual, in a tile
             total = m_tiles * NT
             part = T.meta_var(ids[1] if divided else 0)             # which piece of K, and of the tile's columns
             start = T.meta_var(part * KT // P)
@@ -136,6 +165,8 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
             tile: T.int32
             tm: T.int32
             tn: T.int32
+            row0: T.int32               # where the tile begins
+            column0: T.int32
             first: T.int32
             together: T.int32
             stage = 0
@@ -151,6 +182,8 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                 tn = tile % (group_m * NT) // together
                 if clustered:
                     tm = tm * CL + ids[1]
+                row0 = T.min(tm * BM, rows - loaded)
+                column0 = T.min(tn * BN, FITTING)
 
             @T.inline
             def advance():
@@ -166,33 +199,30 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
 
                 @T.inline
                 def load_x(slot, kt):
-                    T.ptx[TMA_LOAD](As.ptr_to([slot, 0]), T.address_of(x_map), kt * BK, tm * BM, full.ptr_to([slot]))
+                    T.ptx[TMA_LOAD](As.ptr_to([slot, 0]), T.address_of(x_map), kt * VALUES, row0, full.ptr_to([slot]))
 
                 @T.inline
                 def load_weights(slot, kt):
-                    T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([slot]), T.uint32(stage_bytes))
-                    if clustered:
-                        T.ptx[TMA_MULTICAST](Bs.ptr_to([slot, ids[1] * (BN // CL * BK)]), T.address_of(w_map),
-                                             kt * BK, tn * BN + ids[1] * (BN // CL), full.ptr_to([slot]),
-                                             T.uint16((1 << CL) - 1))
-                    else:
-                        T.ptx[TMA_LOAD](Bs.ptr_to([slot, 0]), T.address_of(w_map), kt * BK, tn * BN, full.ptr_to([slot]))
+                    T.ptx.mbarrier.arrive.expect_tx.shared.b64(
+                        full.ptr_to([slot]), T.Cast("uint32", loaded * (BK * 2) + BN * BK * 2))
+                    load_weights_of(Bs, slot, w_map, kt, column0, ids[1], full)
 
                 @T.inline
                 def load_residual():
                     for r in T.unroll(RT):
                         T.cuda.mbarrier_wait(empty.ptr_to([stage]), phase ^ 1)
-                        T.ptx.mbarrier.arrive.expect_tx.shared.b64(
-                            full.ptr_to([stage]), T.Cast("uint32", T.min(BOXES - r * IN_STAGE, IN_STAGE) * (BOX * 2)))
+                        boxes = T.meta_var(T.min(BOXES - r * IN_STAGE, IN_STAGE))
+                        T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([stage]),
+                                                                   T.Cast("uint32", boxes * (loaded * EB * 2)))
                         for m in T.unroll(IN_STAGE):
-                            column = T.meta_var(tn * TO + (r * IN_STAGE + m) * EB)
+                            column = T.meta_var(column0 // GATES + (r * IN_STAGE + m) * EB)
                             if r * IN_STAGE + m < BOXES:
                                 if m < IN_A:
-                                    T.ptx[TMA_LOAD](As.ptr_to([stage, m * BOX]), T.address_of(r_map), column, tm * BM,
+                                    T.ptx[TMA_LOAD](As.ptr_to([stage, m * BOX]), T.address_of(r_map), column, row0,
                                                     full.ptr_to([stage]))
                                 else:
                                     T.ptx[TMA_LOAD](Bs.ptr_to([stage, (m - IN_A) * BOX]), T.address_of(r_map), column,
-                                                    tm * BM, full.ptr_to([stage]))
+                                                    row0, full.ptr_to([stage]))
                         advance()
 
                 if tx == CONSUMERS * WG:
@@ -208,7 +238,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                             load_x(i, start + i)
                     while tile < total:
                         locate()
-                        for kt in T.serial(count):
+                        for kt in T.serial(count, unroll=False):
                             if early > 0:
                                 early = early - 1
                             else:
@@ -226,12 +256,14 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
             else:
                 T.ptx["setmaxnreg.inc.sync.aligned.u32"](232)
                 c = T.alloc_buffer((ACC,), "float32", scope="local")
+                apart = T.alloc_buffer((APART_SUMS,), "float32", scope="local")
+                held = T.alloc_buffer((HELD,), "float32", scope="local")
                 extra = T.alloc_buffer((4,), "float32", scope="local")
                 word = T.alloc_buffer((4,), "uint32", scope="local")
                 words = T.alloc_buffer(words_shape, "uint32", scope="local")
                 wg = T.meta_var(wid // 4)
                 lane = T.meta_var(tx % 32)
-                first_column = T.meta_var(tn * TO + part * BO)
+                first_column = T.meta_var(column0 // GATES + part * BO)
                 peer: T.uint32              # clustered: empty[0] in block `lane` of the cluster; divided: a block's parts
                 if clustered:
                     T.ptx["mapa.shared::cluster.u32"](peer, T.cuda.cvta_generic_to_shared(empty.ptr_to([0])),
@@ -241,7 +273,8 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                 previous: T.int32
                 inputs = T.uint64(DESC) + T.Cast("uint64", (T.cuda.cvta_generic_to_shared(
                     As.ptr_to([0, 0])) >> T.uint32(4)) + T.Cast("uint32", wg * (64 * BK * 2 // 16)))
-                weights = T.uint64(DESC) + T.Cast("uint64", T.cuda.cvta_generic_to_shared(
+                weights = T.cuda.func_call("descriptor", T.uint32(UPPER), T.uint32(LOWER), source_code=DESCRIPTOR,
+                                           return_type="uint64") + T.Cast("uint64", T.cuda.cvta_generic_to_shared(
                     Bs.ptr_to([0, 0])) >> T.uint32(4))
 
                 @T.inline
@@ -253,9 +286,50 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                         T.ptx.mbarrier.arrive.shared.b64(empty.ptr_to([slot]), pred=T.And(condition, lane == 0))
 
                 @T.inline
+                def fence(sums, size):
+                    for i in T.unroll(size):
+                        T.cuda.func_call("wg_fence", sums[i], source_code=WG_FENCE)
+
+                @T.inline
+                def multiply(sums, first, add):
+                    """This stage into the sums of the columns from `first` on; not `add`: over what is there."""
+                    T.ptx.wgmma.fence.sync.aligned()
+                    for k in T.unroll(BK // 16):
+                        T.ptx[MMA](*accumulators(sums),
+                                   inputs + T.Cast("uint64", stage * A16 + k * 2),
+                                   weights + T.Cast("uint64", stage * B16 + weights_at(k, first)),
+                                   T.Or(k > 0, add) if promoted else T.bool(True), *TAIL)
+                    T.ptx.wgmma.commit_group.sync.aligned()
+
+                @T.inline
+                def add_apart(first):
+                    T.ptx.wgmma.wait_group.sync.aligned(0)
+                    fence(apart, APART)
+                    for i in T.unroll(APART):
+                        c[first + i] = c[first + i] + apart[i]
+
+                @T.inline
+                def multiply_apart(kt):
+                    """This stage into sums of their own, which are added after `promote` stages and at the end."""
+                    if promote == 1:
+                        for piece in T.unroll(PIECES):
+                            multiply(apart, piece * (BN // PIECES), T.bool(False))
+                            add_apart(piece * APART)
+                        release(stage, T.bool(True))
+                    else:
+                        multiply(apart, 0, kt % promote > 0)
+                        if T.Or(kt % promote == promote - 1, kt == count - 1):
+                            add_apart(0)
+                            release(previous, kt % promote > 0)
+                            release(stage, T.bool(True))
+                        else:
+                            T.ptx.wgmma.wait_group.sync.aligned(1)
+                            release(previous, kt % promote > 0)
+
+                @T.inline
                 def add_bias():
                     for i in T.unroll(ACC_OUT // 4):
-                        n = T.meta_var(tn * BN + part * WIDTH + i * 8 + lane % 4 * 2)
+                        n = T.meta_var(column0 + part * WIDTH + i * 8 + lane % 4 * 2)
                         if T.bool(True) if full_n else n < N:
                             for e in T.unroll(4):
                                 c[i * 4 + e] = c[i * 4 + e] + bias_buffer[n + e % 2]
@@ -299,7 +373,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                 def fetch_residual(i, at):
                     """8 columns from 8 * i of this block's part of the tile, to two `words`."""
                     for h in T.unroll(2):
-                        row = T.meta_var(tm * BM + wid * 16 + lane // 4 + h * 8)
+                        row = T.meta_var(row0 + wid * 16 + lane // 4 + h * 8)
                         n = T.meta_var(first_column + i * 8 + lane % 4 * 2)
                         if T.And(row < rows, n < OUT):
                             T.ptx["ld.global.b32"](words[at + h], residual_buffer.ptr_to([row, n]))
@@ -359,14 +433,37 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                         T.ptx.fence.proxy.async_.shared__cta()
                         T.ptx["bar.sync"](T.Cast("uint32", wg + 1), T.uint32(WG))
                         if tx % WG == 0:
-                            T.ptx[TMA_STORE](T.address_of(y_map), first_column + b * EB, tm * BM + wg * 64,
+                            T.ptx[TMA_STORE](T.address_of(y_map), first_column + b * EB, row0 + wg * 64,
                                              staging.ptr_to([box, 0]))
                             T.ptx["cp.async.bulk.commit_group"]()
 
                 @T.inline
+                def store_whole():
+                    if tx % WG == 0:
+                        T.ptx["cp.async.bulk.wait_group.read"](0)
+                    T.ptx["bar.sync"](T.Cast("uint32", wg + 1), T.uint32(WG))
+                    for b in T.unroll(BO // EB):
+                        for j in T.unroll(EB // 16):
+                            row = T.meta_var(wid % 4 * 16 + lane % 16)
+                            o = T.meta_var(b * (EB // 2) + j * 8)
+                            for e in T.unroll(4):
+                                T.ptx[PACK](word[e], c[o + e * 2 + 1], c[o + e * 2])
+                            at = T.meta_var(row * EB + swizzle(j * 2 + lane // 16, lane) * 8)
+                            T.ptx[STMATRIX](staging.ptr_to([wg * BOXES_WG + b, at]), word[0], word[1], word[2], word[3])
+                    T.ptx.fence.proxy.async_.shared__cta()
+                    T.ptx["bar.sync"](T.Cast("uint32", wg + 1), T.uint32(WG))
+                    if tx % WG == 0:
+                        for b in T.unroll(BO // EB):
+                            T.ptx[TMA_STORE](T.address_of(y_map), first_column + b * EB, row0 + wg * 64,
+                                             staging.ptr_to([wg * BOXES_WG + b, 0]))
+                        T.ptx["cp.async.bulk.commit_group"]()
+
+                @T.inline
                 def store_direct():
+                    if e4m3:
+                        T.ptx["bar.sync"](T.Cast("uint32", wg + 1), T.uint32(WG))   # nobody reads the scales any more
                     for h in T.unroll(2):
-                        row = T.meta_var(tm * BM + wid * 16 + lane // 4 + h * 8)
+                        row = T.meta_var(row0 + wid * 16 + lane // 4 + h * 8)
                         if row < rows:
                             for i in T.unroll(BO // 8):
                                 for e in T.unroll(2):
@@ -381,33 +478,36 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                         T.ptx["bar.sync"](T.uint32(3), T.uint32(CONSUMERS * WG))
                 while tile < total:
                     locate()
+                    if e4m3:
+                        fetch_scales(held, x, weight, row0, column0, part, tx, rows)
                     for i in T.unroll(ACC):
                         c[i] = T.float32(0.0)
-                    for i in T.unroll(ACC):
-                        T.cuda.func_call("wg_fence", c[i], source_code=WG_FENCE)
+                    if not promoted:
+                        fence(c, ACC)
                     previous = stage
-                    for kt in T.serial(count):
+                    for kt in T.serial(count, unroll=False):
                         T.cuda.mbarrier_wait(full.ptr_to([stage]), phase)
                         if skew > 0:
                             if T.And(kt == skew, T.And(wg == 0, tile == ids[0])):
                                 T.ptx["bar.arrive"](T.uint32(3), T.uint32(CONSUMERS * WG))
-                        T.ptx.wgmma.fence.sync.aligned()
-                        for k in T.unroll(BK // 16):
-                            T.ptx[MMA](*accumulators(c),
-                                       inputs + T.Cast("uint64", stage * A16 + k * 2),
-                                       weights + T.Cast("uint64", stage * B16 + k * 2),
-                                       T.bool(True), 1, 1, 0, 0)
-                        T.ptx.wgmma.commit_group.sync.aligned()
-                        T.ptx.wgmma.wait_group.sync.aligned(1)
-                        release(previous, kt > 0)
+                        if promoted:
+                            multiply_apart(kt)
+                        else:
+                            multiply(c, 0, T.bool(True))
+                            T.ptx.wgmma.wait_group.sync.aligned(1)
+                            release(previous, kt > 0)
                         previous = stage
                         advance()
-                    T.ptx.wgmma.wait_group.sync.aligned(0)
-                    for i in T.unroll(ACC):
-                        T.cuda.func_call("wg_fence", c[i], source_code=WG_FENCE)
-                    release(previous, T.bool(True))
+                    if e4m3:
+                        put_scales(held, of_columns, tx)
+                    if not promoted:
+                        T.ptx.wgmma.wait_group.sync.aligned(0)
+                        fence(c, ACC)
+                        release(previous, T.bool(True))
                     if divided:
                         exchange()
+                    if e4m3:
+                        apply_scales(c, held, of_columns, extra, tx)
                     if bias:
                         add_bias()
                     if gated:
@@ -419,7 +519,9 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                             if not divided:
                                 fetch_residual(i, 0)
                             add_fetched(i, i * 2 if divided else 0)
-                    if tma_store:
+                    if whole_store:
+                        store_whole()
+                    elif tma_store:
                         store_boxes()
                     else:
                         store_direct()
@@ -438,4 +540,5 @@ def gemm_many(N: int, K: int, dtype: str, out_dtype: str, *, name: str = "gemm_m
     """PrimFunc around many_body, which documents the options."""
     body = many_body(N, K, dtype, out_dtype, **options)
     cluster = max(options.pop("cluster", 1), options.get("split", 1))
-    return linear_func(body, N, K, dtype, out_dtype, name, cluster=cluster, **options)
+    finished = e4m3_func if options.get("e4m3") else linear_func
+    return finished(body, N, K, dtype, out_dtype, name, cluster=cluster, **options)

@@ -120,7 +120,7 @@ def gemm_rows_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
         def multiply(slot, u):
             for e in T.unroll(F.words // 4):
                 T.ptx[SHARED4](c[e * 4], c[e * 4 + 1], c[e * 4 + 2], c[e * 4 + 3],
-                               Cs.ptr_to([slot, u * CW + (e * 32 + lane) * 4]))
+                               Cs.ptr_to([slot, u * CW + F.place(lane, e)]))
             if not whole_row:
                 load_scales(sc, Ss, slot, u)
             if stored:

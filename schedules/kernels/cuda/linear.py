@@ -8,6 +8,7 @@ weights while this one drains). Without it, one PrimFunc holds kernels for sever
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from relaxpack.kernel_spec import NORM_GROUP, Kernel, LinearSpec, Stage
@@ -23,7 +24,9 @@ from relaxpack.schedules.kernels.cuda.gemm_rows import rows_body
 from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
 from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
 from relaxpack.schedules.kernels.cuda.gemm_tiles import tiles_body
+from relaxpack.schedules.kernels.cuda.many_operands import e4m3_func
 from relaxpack.schedules.kernels.cuda.packing import weight_layout
+from relaxpack.schedules.kernels.cuda.quantize_rows import can_quantize, padded_columns, quantize_rows
 from relaxpack.schedules.kernels.cuda.quantized_tilings import bulk_tiling, mixed_tiling, row_tiling
 from relaxpack.weight_format import WeightFormat
 
@@ -33,6 +36,7 @@ CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 TILE_WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)       # columns of a gemm_many tile
 FILL_QUANTIZED = 128            # the same for gemm_few_quant
 UNPACK_ROWS = 64                # from here on a quantised weight is unpacked once before the product
+E4M3_ROWS = 8                   # above so many rows, activations are rounded to fp8 in builds that do so
 EVERY = 1 << 40                 # larger than any row count
 DECODE_ROWS = (8, 32, 128, EVERY)
 PREFILL_ROWS = (32, 64, 128, 256, 512, 1024, 2048, EVERY)
@@ -51,10 +55,13 @@ NORM_FAMILIES = ("gemm_rows", "gemm_row_quant")      # families that can have a 
 KNOW_NORMS = ("gemm_rows_co", "gemm_row_quant_", "gemm_rows_quant_", "gemm_rows_bulk_")
 
 
-def linear(spec: LinearSpec, arch: str) -> Kernel:
-    """Stages for one matmul on `arch`. Without Hopper's instructions mma kernels serve every row count."""
+def linear(spec: LinearSpec, arch: str, activations: str = "float") -> Kernel:
+    """Stages for one matmul on `arch`. Without Hopper's instructions mma kernels serve every row count. `activations`: "fp8"
+    where they may be rounded to it."""
     hopper = arch == "sm_90a"
     if spec.weight.quantized:
+        if activations == "fp8" and rounds_activations(spec, arch):
+            return e4m3(spec)
         return _quantized(spec, hopper, spec.weight.e4m3 and can_convert(arch))
     plan = hopper_plan if hopper and _fits_tma(spec) else generic_plan
     if spec.max_rows is not None:
@@ -125,24 +132,48 @@ def few_tiling(n: int, k: int, rows: int) -> dict[str, int]:
 
 
 def many_tiling(n: int, k: int, rows: int, gated: bool) -> dict[str, int]:
+    width, split = _fastest(many_estimate, TILE_WIDTHS, n, k, rows, gated, k // 64)
+    return {"tile_n": width, "cluster": 1, **({"split": split} if split > 1 else {})}
+
+
+def _fastest(estimate: Callable[[int, int, int, int, int], float], widths: tuple[int, ...], n: int, k: int, rows: int,
+             gated: bool, k_tiles: int) -> tuple[int, int]:
     """Columns of a tile and pieces of K with the least estimated time; a tie is for whole tiles."""
     rows, output = min(rows, 4096), 32 if gated else 16
-    found = [(many_estimate(n, k, rows, width, split) * (1.05 if split > 1 else 1), split, width)
-             for width in TILE_WIDTHS for split in (1, 2, 3, 4)
-             if width % (output * split) == 0 and (split == 1 or (k // 64 // split >= 4 and width < 256))]     # 256: spills
+    found = [(estimate(n, k, rows, width, split) * (1.05 if split > 1 else 1), split, width)
+             for width in widths for split in (1, 2, 3, 4)
+             if width % (output * split) == 0 and (split == 1 or (k_tiles // split >= 4 and width < 256))]     # 256: spills
     _, split, width = min(found)
-    return {"tile_n": width, "cluster": 1, **({"split": split} if split > 1 else {})}
+    return width, split
+
+
+def e4m3_tiling(n: int, k: int, rows: int, gated: bool) -> dict[str, Any]:
+    """For e4m3 operands: sums are added in float32 after every 128 values of K, or 256 in narrow tiles, which would wait too
+    long for them. Of 208 to 240 columns neither the sums nor their halves fit."""
+    widths = tuple(width for width in TILE_WIDTHS if width <= 192 or width == 256)
+    width, split = _fastest(e4m3_estimate, widths, n, k, rows, gated, k // 128)
+    tiling: dict[str, Any] = {"tile_n": width, "promote": 2 if width <= 128 else 1}
+    return tiling | ({"split": split} if split > 1 else {"whole_store": True} if width > 128 else {})
 
 
 # Microseconds on an H200, fitted to the times of 140 tilings of 1B, 7B and 8B matmuls at 128 to 1024 rows (off by 5 % in the
 # mean). A wave of blocks takes what its k tiles or the bytes of the weight take, whichever is more.
 def many_estimate(n: int, k: int, rows: int, width: int, split: int) -> float:
+    return _in_waves(n, k, rows, width, split, 2, 0.043 + 0.00264 * width, 0.5 + 0.036 * width * (split - 1) / split)
+
+
+def e4m3_estimate(n: int, k: int, rows: int, width: int, split: int) -> float:
+    """Off by 6 % in the mean of 144 timings of 1B and 8B matmuls at 16 to 4096 rows."""
+    k_tile = (0.08 + 0.0026 * width) * (1.08 if width > 192 else 1)
+    return _in_waves(n, k, rows, width, split, 1, k_tile, 1.4 + 0.02 * width * (split - 1) / split)
+
+
+def _in_waves(n: int, k: int, rows: int, width: int, split: int, size: int, k_tile: float, ending: float) -> float:
+    """Numbers of `size` bytes; `k_tile`: microseconds for 128 bytes of K; `ending`: for what comes behind them in a tile."""
     tiles = -(-rows // 128) * -(-n // width)
     waves = -(-tiles // CLUSTERS[split])
-    product = k / 64 / split * (0.043 + 0.00264 * width)
-    memory = 2 * k * (n + rows) / _bandwidth(tiles * split / waves) / waves
-    exchange = 0.036 * width * (split - 1) / split
-    return 1.2 + waves * (max(product, memory) + 0.5 + exchange)
+    memory = size * k * (n + rows) / _bandwidth(tiles * split / waves) / waves
+    return 1.2 + waves * (max(k * size / 128 / split * k_tile, memory) + ending)
 
 
 def _bandwidth(blocks: float) -> float:
@@ -189,11 +220,14 @@ def _one(spec: LinearSpec, plan: Plan, hopper: bool) -> Kernel:
 
 
 def _several(spec: LinearSpec, plans: list[tuple[int, Plan]]) -> Kernel:
-    """One PrimFunc for every row count; neighbours with equal plans are joined."""
-    joined = [entry for entry, after in zip(plans, [*plans[1:], None], strict=True)
-              if after is None or after[1] != entry[1]]
-    body = by_rows([(limit, _body(spec, plan)) for limit, plan in joined])
+    """One PrimFunc for every row count."""
+    body = by_rows([(limit, _body(spec, plan)) for limit, plan in joined(plans)])
     return _kernel(spec, f"gemm_any_{spec.phase}", body)
+
+
+def joined(plans: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    """Plans by row limit without those that the next one equals."""
+    return [entry for entry, after in zip(plans, [*plans[1:], None], strict=True) if after is None or after[1] != entry[1]]
 
 
 def _kernel(spec: LinearSpec, family: str, body: Any, **launch: Any) -> Kernel:
@@ -281,6 +315,39 @@ def unpacked(spec: LinearSpec, hopper: bool, chosen: Plan | None = None) -> Kern
     inputs = tuple("plain" if name == "weight" else name for name in stage.inputs)
     return Kernel((unpack, Stage(stage.func, stage.name, inputs, stage.outputs)),
                   "rule:cuda.dequantize+" + multiply.source.removeprefix("rule:cuda."), {"plain": ((n, k), dtype)})
+
+
+def rounds_activations(spec: LinearSpec, arch: str) -> bool:
+    """Whether this product has a kernel for fp8 activations and enough rows for it."""
+    rows = spec.max_rows if spec.max_rows is not None else (32 if spec.phase == "decode" else EVERY)
+    return (arch == "sm_90a" and spec.weight.name == "fp8" and rows > E4M3_ROWS and _fits_tma(spec)
+            and can_quantize(spec.in_features) and spec.norm_epsilon is None and not spec.prepares_norm)
+
+
+def e4m3(spec: LinearSpec) -> Kernel:
+    """Quantise x, then multiply codes with codes."""
+    n, k, dtype, rows = spec.out_features, spec.in_features, spec.activation_dtype, spec.max_rows
+    early: dict[str, Any] = {} if rows is None else {"dependent_launch": True}
+    epilogue: dict[str, Any] = {"bias": spec.bias, "residual": spec.residual, "glu": spec.glu}
+    name, codes = f"quantize_rows_{k}_{dtype}{'_early' if early else ''}", ("x_codes", "x_scales")
+    quantize = Stage(quantize_rows(k, dtype, name=name, **early), name, ("x",), codes)
+
+    def body(tiling: dict[str, Any]) -> Any:
+        return many_body(n, k, dtype, spec.out_dtype, e4m3=True, **epilogue, **tiling, **early)
+
+    if rows is None:
+        plans = [(limit, e4m3_tiling(n, k, limit, spec.gated)) for limit in PREFILL_ROWS if limit >= 128]
+        chosen = by_rows([(limit, body(plan)) for limit, plan in joined(plans)])
+        name, cluster = _name(spec, "gemm_any_e4m3"), 1
+    else:
+        tiling = e4m3_tiling(n, k, rows, spec.gated)
+        marks = "".join(f"_{key[:2]}{value}" for key, value in tiling.items())
+        name, chosen, cluster = _name(spec, f"gemm_many_e4m3{marks}"), body(tiling), tiling.get("split", 1)
+    func = e4m3_func(chosen, n, k, dtype, spec.out_dtype, name, cluster=cluster, **epilogue, **early)
+    stage = _stage(spec, func, name, _buffers(spec))
+    multiply = replace(stage, inputs=(*codes, *stage.inputs[1:]))
+    return Kernel((quantize, multiply), "rule:cuda.quantize_rows+gemm_many_e4m3",
+                  {"x_codes": (("t", padded_columns(k)), "uint8"), "x_scales": (("t",), "float32")})
 
 
 def _buffers(spec: LinearSpec) -> tuple[str, ...]:

@@ -10,9 +10,14 @@ one thread of every kernel holds both. Quantised weights become tensor-core frag
     codes, 8 bits  u32[N/16, K/64, half 2, lane 32, row 2, word 2]   values 0, 2, 1, 3 in bytes 0 .. 3
     scales, minimums  [N/16, K/64, g 8, row 2, group]                of the format's scale dtype
 
-Formats with long groups (fp8, fp8_block, q4_128) have their codes in the first order and their scales as
-[N/16, G, g 8, row 2] with G = 1 for whole rows and K/128 (rounded up) for groups of 128: f32, or for q4_128 u32 words of the
-float16 scale and, in the upper half, the zero.
+fp8 keeps the values of a lane and row together, where wgmma can read them from shared memory: blocks of 8 rows x 64 bytes
+with that instruction's 64-byte swizzle.
+
+    codes, fp8     u32[N/16, K/64, row 2, g 8, q ^ g/2 % 4, half 2, word 2]     values 0, 2, 1, 3 in bytes 0 .. 3
+
+Scales of formats with long groups (fp8, fp8_block, q4_128) are [N/16, G, g 8, row 2] with G = 1 for whole rows and K/128
+(rounded up) for groups of 128: f32, or for q4_128 u32 words of the float16 scale and, in the upper half, the zero. The codes
+of q4_128 are in the first order.
 """
 
 from __future__ import annotations
@@ -110,6 +115,10 @@ def pack_codes(weight: WeightFormat, codes: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(words.transpose(0, 1, 3, 4, 2, 5)).reshape(-1)
     shifts = np.array([0, 16, 8, 24], np.uint32)
     words = np.bitwise_or.reduce(lanes.reshape(*lanes.shape[:-1], 2, 4) << shifts, axis=-1)
+    if weight.e4m3:
+        words = words.transpose(0, 1, 5, 3, 4, 2, 6)                 # [strip, chunk, row, g, q, half, word]
+        places = np.arange(4) ^ np.arange(8)[:, None] // 2 % 4
+        words = np.take_along_axis(words, places[None, None, None, :, :, None, None], axis=4)
     return np.ascontiguousarray(words).reshape(-1)                   # [strip, chunk, half, g, q, row, word]
 
 

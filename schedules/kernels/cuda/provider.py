@@ -28,7 +28,7 @@ from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
 from relaxpack.schedules.kernels.cuda.embedding import embedding
 from relaxpack.schedules.kernels.cuda.head_sample import head_sample
 from relaxpack.schedules.kernels.cuda.library import library_linear
-from relaxpack.schedules.kernels.cuda.linear import folds_norm, linear
+from relaxpack.schedules.kernels.cuda.linear import folds_norm, linear, rounds_activations
 from relaxpack.schedules.kernels.cuda.norm import norm_kernel
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
@@ -46,13 +46,14 @@ def _number(value: float) -> str:
 class CudaKernels:
     """`KernelProvider` for a CUDA target. Equal specs give the very same Kernel. `library_for`: the library that is to
     compute a matmul instead of a kernel of ours (see `library.py`), None for none; by default there is none. `tuned` knows
-    better choices than the rules' for some kernels, libraries among them."""
+    better choices than the rules' for some kernels, libraries among them. `activations`: "fp8" where products of fp8 weights
+    may round them."""
 
     def __init__(self, target: TargetSpec, library_for: Callable[[LinearSpec], str | None] = lambda spec: None,
-                 tuned: TunedKernels | None = None) -> None:
+                 tuned: TunedKernels | None = None, activations: str = "float") -> None:
         if target.kind != "cuda":
             raise CompileError(f"target {target.name} is not a GPU")
-        self.target, self.arch = target, target.arch
+        self.target, self.arch, self.activations = target, target.arch, activations
         self._library_for, self._tuned = library_for, tuned
         self._kernels: dict[Hashable, Kernel] = {}
         self._fused: dict[Hashable, Kernel | None] = {}
@@ -67,6 +68,8 @@ class CudaKernels:
         library = self._library_for(spec)
         if library is not None:
             return self._cached(("linear", library, spec), lambda: library_linear(spec, library))
+        if self.activations == "fp8" and rounds_activations(spec, self.arch):    # not what records are about
+            return self._cached(("linear", spec), lambda: linear(spec, self.arch, "fp8"))
         return self._cached(("linear", spec), lambda: self._found("linear", spec) or linear(spec, self.arch))
 
     def folds_norm(self, spec: LinearSpec) -> bool:

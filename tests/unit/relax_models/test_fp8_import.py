@@ -56,14 +56,26 @@ def test_numbers_are_the_checkpoints(tmp_path: Path, scheme: str) -> None:
         np.testing.assert_array_equal(value, expected)
 
 
-def test_audit_says_that_only_weights_are_used(tmp_path: Path) -> None:
-    write_fp8_checkpoint(tmp_path / "s", "static")
-    write_fp8_checkpoint(tmp_path / "c", "channel")
-    for folder, key in (("s", "activation_scheme"), ("c", "config_groups.group_0.input_activations")):
-        audit = open_checkpoint(tmp_path / folder).audit
-        (entry,) = [e for e in audit.entries if e.key == f"quantization_config.{key}"]
-        assert entry.status == "ignored" and "activations are not quantised" in entry.why
-    assert audit.status("config.json", "quantization_config.config_groups.group_0.weights.strategy") == "used"
+@pytest.mark.parametrize(("scheme", "key", "dynamic"), [
+    ("static", "activation_scheme", False), ("block", "activation_scheme", True),
+    ("channel", "config_groups.group_0.input_activations", True)])
+def test_of_activations_only_dynamic_rounding_is_taken(tmp_path: Path, scheme: str, key: str, dynamic: bool) -> None:
+    write_fp8_checkpoint(tmp_path / "m", scheme)
+    checkpoint = open_checkpoint(tmp_path / "m")
+    (entry,) = [e for e in checkpoint.audit.entries if e.key == f"quantization_config.{key}"]
+    assert checkpoint.fp8_activations == dynamic and entry.status == ("used" if dynamic else "ignored")
+    assert dynamic or "activations are not quantised with stored scales" in entry.why
+
+
+@pytest.mark.parametrize("change", [{"dynamic": False}, {"num_bits": 4}, {"type": "int"}, None])
+def test_other_schemes_of_activations_are_ignored(tmp_path: Path, change: dict[str, Any] | None) -> None:
+    folder = tmp_path / "m"
+    write_fp8_checkpoint(folder, "channel")
+    config = json.loads((folder / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] = None if change is None else {**group["input_activations"], **change}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert not open_checkpoint(folder).fp8_activations
 
 
 def test_scales_of_the_cache_are_left_alone(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ def test_codes_and_scales_are_where_the_layout_says(fmt, gated):
         strip, high, g = place // 16, place % 16 // 8, place % 8
         for column in range(k):
             chunk, half, q, value = column // 64, column % 64 // 32, column % 32 // 8, column % 8
-            word = packed["codes"][(strip * chunks + chunk) * 256 + half * 128 + (4 * g + q) * 4 + high * 2 + value // 4]
+            piece = (strip * chunks + chunk) * 256 + high * 128 + g * 16 + (q ^ g // 2 % 4) * 4
+            word = packed["codes"][piece + half * 2 + value // 4]
             assert int(word) >> 8 * (0, 2, 1, 3)[value % 4] & 255 == weight.codes[row, column]
         np.testing.assert_array_equal(packed["scales"].reshape(2, groups, 8, 2)[strip, :, g, high], weight.scales[row])
 
@@ -77,6 +78,47 @@ def test_rules_choose_by_rows(arch):
     assert source(16) == source(64) == ("rule:cuda.gemm_mixed" if hopper else "rule:cuda.gemm_few_quant")
     assert source(1024) == f"rule:cuda.dequantize+{'gemm_many' if hopper else 'gemm_tiles'}"
     assert source(None, "prefill").startswith("rule:cuda.dequantize+gemm_any")
+
+
+def test_rules_for_builds_that_round_activations():
+    """Only products of `fp8` weights with many rows on sm_90a, and only where the build says so; records are not asked."""
+    class Records:
+        def kernel(self, *args: object) -> None:
+            raise AssertionError(args)
+
+    provider = CudaKernels(parse_target("cuda:sm_90a"), tuned=Records(), activations="fp8")  # type: ignore[arg-type]
+    rounded = "rule:cuda.quantize_rows+gemm_many_e4m3"
+    for rows, phase in ((16, "decode"), (512, "prefill"), (None, "prefill")):
+        spec = LinearSpec(2048, 2048, FP8, phase, "bfloat16", "bfloat16", max_rows=rows)
+        assert provider.linear(spec).source == rounded
+        older = CudaKernels(parse_target("cuda:sm_89"), activations="fp8")
+        assert rounded not in (CudaKernels(parse_target("cuda:sm_90a")).linear(spec).source, older.linear(spec).source)
+    quantize, multiply = provider.linear(spec).stages
+    assert quantize.outputs == multiply.inputs[:2] == ("x_codes", "x_scales")
+    rows_only = CudaKernels(parse_target("cuda:sm_90a"), activations="fp8")
+    for spec in (LinearSpec(2048, 2048, FP8, "decode", "bfloat16", "bfloat16", max_rows=8),
+                 LinearSpec(2048, 2048, FP8_BLOCK, "prefill", "bfloat16", "bfloat16", max_rows=512),
+                 LinearSpec(2048, 2048, FORMATS["bf16"], "prefill", "bfloat16", "bfloat16", max_rows=512),
+                 LinearSpec(2052, 2048, FP8, "prefill", "bfloat16", "bfloat16", max_rows=512)):     # rows of y: 8 bytes over
+        assert rows_only.linear(spec).source != rounded
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_machine_code_of_fp8_products(tmp_path):
+    """No spills, and wgmma of e4m3 with e4m3."""
+    provider = CudaKernels(parse_target("cuda:sm_90a"), activations="fp8")
+    specs = [LinearSpec(3072, 2048, FP8, "prefill", "bfloat16", "bfloat16", max_rows=rows, residual=rows == 512, glu=glu)
+             for rows, glu in ((16, None), (512, None), (512, "swiglu"), (None, None))]
+    functions = {stage.name: stage.func for spec in specs for stage in provider.linear(spec).stages}
+    executable = compile_module(tvm.IRModule(functions), parse_target("cuda:sm_90a"))
+    (device,) = device_modules(executable)
+    assert "k32.f32.e4m3.e4m3" in device.inspect_source()
+    library = tmp_path / "kernels.so"
+    executable.export_library(str(library))
+    check_library(library)
+    if find_cuobjdump() is not None:
+        for name, resources in resource_usage(library).items():
+            assert resources["registers"] <= 255 and resources["local"] == resources["stack"] == 0, (name, resources)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
