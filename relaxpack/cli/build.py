@@ -33,8 +33,8 @@ if TYPE_CHECKING:
                    "may hold several, and the runtime picks.")
 @click.option("--weights", default="as-is", show_default=True,
               type=click.Choice(WEIGHTS),
-              help="How weights are stored; q4 (groups of 32), q4-128 (groups of 128), q8 and fp8 (float8 e4m3) keep what has "
-                   "that many bits or fewer.")
+              help="How weights are stored; q4 (groups of 32), q4-128 (groups of 128), q8 and fp8 (float8 e4m3) keep what "
+                   "has that many bits or fewer.")
 @click.option("--max-context", type=click.IntRange(2), help="Tokens a sequence may have [default: the model's].")
 @click.option("--max-batch", default=8, show_default=True, type=click.IntRange(1), help="Sequences a step may have.")
 @click.option("--prefill-chunk", default=512, show_default=True, type=click.IntRange(1),
