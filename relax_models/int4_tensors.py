@@ -17,7 +17,7 @@ from relaxpack.errors import CheckpointError
 from relaxpack.relax_models.contents import TensorInfo
 from relaxpack.relax_models.int4_import import WHOLE_COLUMN, Int4Scheme
 from relaxpack.relax_models.safetensors_folder import SafetensorsFolder, equal_in_chunks
-from relaxpack.weight_format import BLOCK, FORMATS, QuantizedTensor
+from relaxpack.weight_format import BLOCK, FORMATS, QuantizedTensor, WeightFormat
 
 _SCALES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32}
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)       # which of eight outputs each nibble holds
@@ -26,12 +26,13 @@ _PARTS = ("qweight", "qzeros", "scales")
 
 @dataclass(frozen=True)
 class _Layer:
-    """`group`: input features to a scale, as many groups as are stored."""
+    """`group`: input features to a scale, as many groups as are stored. `format`: what holds its numbers without loss."""
 
     name: str
     outputs: int
     inputs: int
     group: int
+    format: WeightFormat
 
     @property
     def groups(self) -> int:
@@ -44,7 +45,6 @@ class Int4Tensors:
 
     def __init__(self, folder: SafetensorsFolder, scheme: Int4Scheme, expected: Collection[str]) -> None:
         self._folder, self._scheme, self._stored = folder, scheme, folder.stored()
-        self._format = FORMATS["q4_k" if 0 < scheme.group < BLOCK else "q4_128"]
         layers = [name.removesuffix(".qweight") for name in self._stored if name.endswith(".qweight")]
         self._layers = {f"{layer}.weight": self._layer(layer) for layer in layers}
         self._zero_biases = {bias for layer in layers if (bias := f"{layer}.bias") in self._stored and bias not in expected
@@ -59,17 +59,22 @@ class Int4Tensors:
         rows, columns = self._integers(f"{name}.qweight")
         inputs, outputs = (rows, columns * 8) if self._scheme.method == "awq" else (rows * 8, columns)
         group = inputs if self._scheme.group == WHOLE_COLUMN else self._scheme.group
-        if inputs % group or outputs % 8:
+        if not inputs or inputs % group or outputs % 8:
             raise CheckpointError(f"{name}.qweight has the shape {[rows, columns]}, so {inputs} inputs and {outputs} "
                                   f"outputs; expected multiples of {group} (the group) and 8")
-        layer = _Layer(name, outputs, inputs, group)
-        for part, wanted in (("qzeros", (layer.groups, outputs // 8)), ("scales", (layer.groups, outputs))):
+        groups = inputs // group
+        for part, wanted in (("qzeros", (groups, outputs // 8)), ("scales", (groups, outputs))):
             dtype, shape = self._stored[f"{name}.{part}"]
             if shape != wanted or (part == "qzeros" and dtype != "I32"):
                 raise CheckpointError(f"{name}.{part} is {dtype}{list(shape)}, which does not fit {name}.qweight of "
                                       f"{[rows, columns]} in groups of {group}; expected {list(wanted)}")
             if part == "scales" and dtype not in _SCALES:
                 raise CheckpointError(f"{name}.scales is stored as {dtype}; scales may be {', '.join(_SCALES)}")
+        blocks = self._scheme.group == WHOLE_COLUMN or group % BLOCK == 0
+        format = FORMATS["q4_128" if blocks and self._fits_float16(f"{name}.scales") else "q4_k"]
+        if group % 32 and not format.long_groups:
+            raise CheckpointError(f"{name}.scales are no float16 numbers, and {inputs} inputs are no multiple of 32")
+        layer = _Layer(name, outputs, inputs, group, format)
         self._check_order(layer)
         return layer
 
@@ -95,21 +100,22 @@ class Int4Tensors:
         own = {f"{layer.name}.{part}" for layer in self._layers.values() for part in (*_PARTS, "g_idx")} | self._zero_biases
         infos = self._folder.infos([name for name in self._stored if name not in own])
         for name, layer in self._layers.items():
-            infos[name] = TensorInfo(name, (layer.outputs, layer.inputs), self._format)
+            infos[name] = TensorInfo(name, (layer.outputs, layer.inputs), layer.format)
         return infos
 
     def read(self, name: str) -> np.ndarray | QuantizedTensor:
-        """Raises CheckpointError where a scale is not finite or no float16 number."""
+        """Raises CheckpointError where a scale is not finite."""
         if name not in self._layers:
             return self._folder.read(name)
         layer = self._layers[name]
-        codes, zeros, scales = self._codes(layer), self._zeros(layer), self._scales(layer)
-        if self._format.name == "q4_k":
-            wide = [np.repeat(part, layer.group // self._format.group_size, axis=1) for part in (scales, -scales * zeros)]
-            return QuantizedTensor(self._format, codes, *wide)
-        times = -(-layer.group // BLOCK)
-        return QuantizedTensor(self._format, codes, np.repeat(self._float16(layer, scales), times, axis=1),
-                               zeros=np.repeat(zeros, times, axis=1))
+        codes, zeros, scales = self._codes(layer), self._zeros(layer), self._scales(f"{layer.name}.scales").T
+        if not np.isfinite(scales).all():
+            raise CheckpointError(f"{layer.name}.scales holds {scales[~np.isfinite(scales)][0]}; scales must be finite")
+        times = -(-layer.group // layer.format.group_size)
+        if layer.format.zeros:
+            return QuantizedTensor(layer.format, codes, np.repeat(scales.astype(np.float16), times, axis=1),
+                                   zeros=np.repeat(zeros, times, axis=1))
+        return QuantizedTensor(layer.format, codes, *(np.repeat(part, times, axis=1) for part in (scales, -scales * zeros)))
 
     def _codes(self, layer: _Layer) -> np.ndarray:
         words = self._read(f"{layer.name}.qweight", np.uint32).T        # AWQ [N/8, K], GPTQ [N, K/8]
@@ -130,22 +136,17 @@ class Int4Tensors:
             zeros[place::8] = (words >> (4 * nibble)) + self._scheme.zero_offset & 15
         return zeros
 
-    def _scales(self, layer: _Layer) -> np.ndarray:
-        """float32 `[N, groups]`."""
-        name = f"{layer.name}.scales"
-        scales = self._read(name, _SCALES[self._stored[name][0]]).astype(np.float32).T
-        if not np.isfinite(scales).all():
-            raise CheckpointError(f"{name} holds {scales[~np.isfinite(scales)][0]}; scales must be finite")
-        return scales
+    def _scales(self, name: str) -> np.ndarray:
+        """float32 `[groups, N]`."""
+        return self._read(name, _SCALES[self._stored[name][0]]).astype(np.float32)
 
-    def _float16(self, layer: _Layer, scales: np.ndarray) -> np.ndarray:
+    def _fits_float16(self, name: str) -> bool:
+        """Scales of another type that float16 does not hold take the format with float32 ones."""
+        if self._stored[name][0] == "F16":
+            return True
+        scales = self._scales(name)
         with np.errstate(over="ignore"):
-            narrow = scales.astype(np.float16)
-        if not np.array_equal(narrow.astype(np.float32), scales):
-            wrong = scales[narrow.astype(np.float32) != scales][0]
-            raise CheckpointError(f"{layer.name}.scales holds {wrong:g}, which is no float16 number; scales of groups of "
-                                  f"{layer.group} must be")
-        return narrow
+            return np.array_equal(scales.astype(np.float16).astype(np.float32), scales, equal_nan=True)
 
     def _read(self, name: str, dtype: type) -> np.ndarray:
         """Copied: parts need not be aligned in the file."""

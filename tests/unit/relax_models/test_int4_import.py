@@ -88,17 +88,29 @@ def test_a_whole_column_of_any_length(tmp_path: Path) -> None:
 
 
 def test_bfloat16_scales(tmp_path: Path) -> None:
-    """Exact in float16 where they are large enough; in float32, which short groups have, always."""
+    """Where float16 holds them they are float16, layer by layer; else the format with float32 scales takes them."""
     plain, stored = write_int4_checkpoint(tmp_path / "m", "awq", scale_dtype=ml_dtypes.bfloat16, **SIZES)
-    read = open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight")
-    np.testing.assert_array_equal(read.dequantize(), plain[f"{LAYER}.weight"])
-    tiny = np.full_like(stored[f"{LAYER}.scales"], 2.0**-30)
+    tiny = stored[f"{LAYER}.scales"].copy()
+    tiny[1] = 2.0**-30
     change(tmp_path / "m", stored, {f"{LAYER}.scales": tiny})
-    with pytest.raises(CheckpointError, match=r"q_proj.scales holds 9.31323e-10, which is no float16"):
-        open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight")
-    _, stored = write_int4_checkpoint(tmp_path / "s", "awq", group=64, scale_dtype=ml_dtypes.bfloat16, **SIZES)
-    change(tmp_path / "s", stored, {f"{LAYER}.scales": np.full_like(stored[f"{LAYER}.scales"], 2.0**-30)})
-    assert np.abs(open_checkpoint(tmp_path / "s").read(f"{LAYER}.weight").dequantize()).max() == 15 * 2.0**-30
+    checkpoint = open_checkpoint(tmp_path / "m")
+    other = f"{LAYER.replace('q_proj', 'k_proj')}.weight"
+    for name, format in ((f"{LAYER}.weight", "q4_k"), (other, "q4_128")):
+        read = checkpoint.read(name)
+        assert read.format.name == checkpoint.tensors[name].format.name == format
+        np.testing.assert_array_equal(read.dequantize()[:, :128], plain[name][:, :128])
+    assert 0 < np.abs(checkpoint.read(f"{LAYER}.weight").dequantize()[:, 128:]).max() <= 15 * 2.0**-30
+
+
+def test_odd_columns_need_float16_scales(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 1}
+    _, stored = write_int4_checkpoint(tmp_path / "m", "gptq", group=-1, scale_dtype=np.float32, **sizes)
+    change(tmp_path / "m", stored, {name: value.astype(np.float16).astype(np.float32) if name.endswith("scales") else value
+                                    for name, value in stored.items()})
+    assert open_checkpoint(tmp_path / "m").tensors[f"{LAYER}.weight"].format.name == "q4_128"
+    change(tmp_path / "m", stored, {f"{LAYER}.scales": np.full_like(stored[f"{LAYER}.scales"], 1e-30)})
+    with pytest.raises(CheckpointError, match="no float16 numbers, and 72 inputs"):
+        open_checkpoint(tmp_path / "m")
 
 
 def test_biases_of_zero_that_no_model_has(tmp_path: Path) -> None:
