@@ -46,11 +46,13 @@ if TYPE_CHECKING:
 @click.option("--log", "log_path", type=click.Path(path_type=Path, dir_okay=False),
               help="Where trials are noted, so that a stopped job can go on [default: beside the database].")
 @click.option("--again", is_flag=True, help="Search anew where a search is complete.")
+@click.option("--own-kernels", is_flag=True,
+              help="Try no library (cuBLASLt): a bundle that calls one needs it where it runs.")
 @click.option("--dry-run", is_flag=True, help="List the tasks, build nothing.")
 @json_option
 def tune(model: str, target: str, location: str | None, trials: int, minutes: float | None, only: str | None,
-         buckets: tuple[str, ...], tracker: str | None, key: str | None, log_path: Path | None, again: bool, dry_run: bool,
-         as_json: bool, **options: Any) -> None:
+         buckets: tuple[str, ...], tracker: str | None, key: str | None, log_path: Path | None, again: bool,
+         own_kernels: bool, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Search for faster schedules of the kernels of MODEL on this machine (or those of a tracker), and store the winners.
     A candidate counts only if its numbers are right, and replaces another only if it is faster beyond the noise. For a GPU,
     run it where the GPU and a compiler are; of a checkpoint only the shapes are read.
@@ -65,7 +67,7 @@ def tune(model: str, target: str, location: str | None, trials: int, minutes: fl
     """
     from relaxpack.compile import BuildOptions
     from relaxpack.target import parse_target
-    from relaxpack.tuning.tasks import extract_tasks, parse_step
+    from relaxpack.tuning.tasks import extract_tasks, parse_step, without_libraries
 
     if (tracker is None) != (key is None):
         raise UsageError("--tracker and --key belong together: --tracker HOST:PORT --key KEY")
@@ -74,6 +76,7 @@ def tune(model: str, target: str, location: str | None, trials: int, minutes: fl
     measurer = None if dry_run else _measurer(spec, tracker, key)     # first: a place that cannot measure shows now
     try:
         tasks = extract_tasks(model, spec, BuildOptions(**options), steps, only)
+        tasks = without_libraries(tasks) if own_kernels else tasks
         if not tasks:
             raise UsageError(f"nothing of {model} can be tuned for {spec.name} at these steps")
         if measurer is None:

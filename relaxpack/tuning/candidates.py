@@ -11,6 +11,7 @@ from typing import Any
 
 from relaxpack.errors import TuningError
 from relaxpack.schedules.tuning.family import KernelFamily
+from relaxpack.schedules.tuning.tuned import as_parameters
 from relaxpack.target import TargetSpec
 from relaxpack.tuning.specs import family_and_spec
 from relaxpack.tuning_record import Workload
@@ -44,9 +45,10 @@ def prim_func(workload: Workload, choice: Mapping[str, Any], target: TargetSpec)
     name, spec = family_and_spec(workload)
     if (family := families_for(target).get(name)) is None:
         raise TuningError(f"workload {workload.name}: there is no kernel {name} for {target.name}")
-    if choice["kind"] != "parameters":
+    parameters = as_parameters(choice)
+    if parameters is None:
         raise TuningError(f"workload {workload.name}: a {choice['kind']} does not fit the kernel {name}")
-    return family.make(spec, choice["parameters"])
+    return family.make(spec, parameters)
 
 
 def _scheduled(workload: Workload, choice: Mapping[str, Any], target: TargetSpec) -> Any:

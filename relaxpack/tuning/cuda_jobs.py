@@ -9,6 +9,7 @@ on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
+from relaxpack.errors import EnvironmentProblem
 from relaxpack.kernel_spec import Kernel, LinearSpec, NormSpec, Stage
 from relaxpack.target import TargetSpec
 from relaxpack.tuning.cuda_cases import GpuCase, check_cases, poisoned, primfunc_gpu_case, stored, timing_cases
@@ -87,7 +89,13 @@ def _norm_before(spec: LinearSpec) -> bool:
 
 @lru_cache(maxsize=1)
 def open_gpu() -> Gpu:
-    return Gpu()
+    """With the libraries that candidates may call, where they are there."""
+    from relaxpack.runtime.library.cublaslt import register
+
+    gpu = Gpu()
+    with contextlib.suppress(EnvironmentProblem):
+        register(gpu.device)
+    return gpu
 
 
 def prepare(workload: Workload, bucket: int, seed: int) -> None:

@@ -20,6 +20,7 @@ from relaxpack import __version__
 from relaxpack.errors import EnvironmentProblem
 from relaxpack.schedules.tuning.noise import MIN_PAIRS, Verdict, compare, compare_rounds
 from relaxpack.schedules.tuning.search import Search
+from relaxpack.schedules.tuning.tuned import as_choice
 from relaxpack.target import TargetSpec
 from relaxpack.tuning.measure import Measurer
 from relaxpack.tuning.rounds import Rounds, machine_conditions
@@ -157,7 +158,7 @@ class TuningSession:
                 if self.observer:
                     self.observer.trial(outcome, budget - outcome.trials)
         finished = near or self.clock() < end
-        finalists = [{"kind": "parameters", "parameters": p} for p in search.best(FINALISTS)]
+        finalists = [as_choice(parameters) for parameters in search.best(FINALISTS)]
         return self._decide(task, outcome, key, known, finalists, finished)
 
     def _search_traces(self, task: Task, outcome: Outcome, key: Mapping[str, Any], known: TuningRecord | None, budget: int,
@@ -201,7 +202,7 @@ class TuningSession:
         """Microseconds of each, or what went wrong; side by side where there are several machines."""
         def one(parameters: Mapping[str, Any]) -> float | CandidateFailed:
             try:
-                return self._measure(task, {"kind": "parameters", "parameters": parameters})[0]
+                return self._measure(task, as_choice(parameters))[0]
             except CandidateFailed as error:
                 return error
 

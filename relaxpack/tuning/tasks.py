@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,6 +23,7 @@ from relaxpack.relax_models.checkpoint import open_checkpoint
 from relaxpack.relax_models.export import export_model
 from relaxpack.schedules.rest import rest_rule
 from relaxpack.schedules.tuning.family import KernelFamily, Part
+from relaxpack.schedules.tuning.space import ListedSpace
 from relaxpack.step_costs import KernelCost, Machine, machine_for, step_costs
 from relaxpack.target import TargetSpec
 from relaxpack.target_plan import plan_targets
@@ -135,6 +136,17 @@ def extract_tasks(model: str | Path, target: TargetSpec, options: BuildOptions =
             raise UsageError(f"--only {only!r}: no kernel that can be tuned has such a name; they are: {names}")
         tasks = chosen
     return sorted(tasks, key=lambda task: (-task.weight, task.name))
+
+
+def without_libraries(tasks: Sequence[Task]) -> list[Task]:
+    """The same tasks with kernels of ours alone: a bundle that calls a library needs it where it runs."""
+    def own(part: Part | None) -> Part | None:
+        if part is None or not isinstance(part.space, ListedSpace):
+            return part
+        kept = tuple(choice for choice in part.space.choices if "library" not in choice)
+        return replace(part, space=replace(part.space, choices=kept))
+
+    return [replace(task, part=own(task.part)) for task in tasks]
 
 
 def roofline_us(cost: KernelCost, family: str, machine: Machine, vnni: bool) -> float:

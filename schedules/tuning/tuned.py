@@ -77,6 +77,15 @@ def as_parameters(choice: Mapping[str, Any]) -> dict[str, Any] | None:
     return dict(choice["parameters"]) if choice["kind"] == "parameters" else None
 
 
+def as_choice(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse: what a space proposes, as a record says it."""
+    given = dict(parameters)
+    library = given.pop("library", None)
+    if library is not None:
+        return {"kind": "library", "library": library, "parameters": given}
+    return {"kind": "parameters", "parameters": given}
+
+
 def bucket_sizes(limit: int) -> list[int]:
     """Sizes that are tuned for, large to small: the limit itself and the powers of two below it."""
     powers = [1 << i for i in range(limit.bit_length()) if 1 << i < limit]

@@ -11,9 +11,10 @@ import pytest
 
 from relaxpack.kernel_spec import AttentionSpec, FusedAttentionSpec, LinearSpec, NormSpec
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
-from relaxpack.schedules.tuning.tuned import TunedKernels
+from relaxpack.schedules.tuning.tuned import TunedKernels, as_choice, as_parameters
 from relaxpack.target import parse_target
-from relaxpack.tuning.candidates import families_for, family_for
+from relaxpack.tuning.candidates import families_for, family_for, prim_func
+from relaxpack.tuning.tasks import Task, without_libraries
 from relaxpack.tuning_record import TuningRecord, Workload, canonical
 from relaxpack.weight_format import FORMATS
 from tests.helpers import cuda_harness
@@ -93,6 +94,22 @@ def test_a_record_chooses_the_fused_attention_of_its_rows_alone() -> None:
     assert kernels.rope_append_attention(ATTENTION, 4) is kernel
     # Where the rule keeps the kernels apart there is nothing to choose.
     assert family.parts(FusedAttentionSpec(ATTENTION, 4096)) == () and kernels.rope_append_attention(ATTENTION, 4096) is None
+
+
+def test_a_library_is_a_choice_that_can_be_left_out() -> None:
+    family, spec = families_for(HOPPER)["cuda.linear"], linear(16)
+    part, = family.parts(spec)
+    task = Task("o", family.workload(spec), 16, 1.0, 1.0, part, "")
+    left, = without_libraries([task])
+    assert left.part is not None and task.part is not None
+    libraries = [choice for choice in task.part.space.all() if "library" in choice]
+    assert libraries and not any("library" in choice for choice in left.part.space.all())
+    assert left.part.space.size() == task.part.space.size() - len(libraries)
+    for choice in (libraries[-1], next(iter(left.part.space.all()))):
+        recorded = as_choice(choice)
+        assert recorded["kind"] == ("library" if "library" in choice else "parameters")
+        assert as_parameters(recorded) == dict(choice)
+        assert prim_func(task.workload, recorded, HOPPER).stages[0].name == family.make(spec, choice).stages[0].name
 
 
 def test_a_matmul_with_its_norm_inside_stays_one(rows: int = 8) -> None:
