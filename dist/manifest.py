@@ -12,10 +12,10 @@ from typing import Any
 
 from relaxpack.dist.integrity import MAX_MEMBERS, canonical_json, check_member_name, parse_json
 from relaxpack.errors import DamagedMemberError, NewerFormatError, NotABundleError
-from relaxpack.model_info import ModelInfo
+from relaxpack.model_info import FP8, ModelInfo
 from relaxpack.target import TargetSpec
 
-FORMAT_VERSION = 2      # the newest this relaxpack reads; it writes the oldest that says all (`Manifest.oldest_format`)
+FORMAT_VERSION = 3      # the newest this relaxpack reads; it writes the oldest that says all (`Manifest.oldest_format`)
 MANIFEST = "manifest.json"
 Json = dict[str, Any]
 
@@ -118,8 +118,10 @@ class Manifest:
     extra: Json = field(default_factory=dict)
 
     def oldest_format(self) -> int:
-        """The oldest format that describes this bundle. Format 1 knows one pair of dtypes for all targets, parameters of a
-        target in one stem, and no libraries that kernels call."""
+        """The oldest format that describes this bundle. Format 2 knows no e4m3 pages; format 1 one pair of dtypes for all
+        targets, parameters of a target in one stem, and no libraries that kernels call."""
+        if any(self.info_for(entry).kv_dtype == FP8 for entry in self.targets):
+            return 3
         own = any((entry.activation_dtype or self.model_info.activation_dtype) != self.model_info.activation_dtype
                   or (entry.kv_dtype or self.model_info.kv_dtype) != self.model_info.kv_dtype
                   or entry.shared_params or entry.libraries

@@ -15,7 +15,7 @@ from typing import Any
 
 from relaxpack.compile import BuildOptions, build_limits, kernel_provider, pipeline_config
 from relaxpack.errors import UsageError
-from relaxpack.kernel_spec import AttentionSpec, FusedAttentionSpec, Kernel, KernelProvider
+from relaxpack.kernel_spec import AttentionSpec, Kernel, KernelProvider
 from relaxpack.lowering import attention_spec
 from relaxpack.passes.pipeline import left_out, phases, run_phases
 from relaxpack.passes.step_table import step_table
@@ -119,9 +119,8 @@ def extract_tasks(model: str | Path, target: TargetSpec, options: BuildOptions =
     families = families_for(target)
     questions: dict[str, list[tuple[str, Any, bool]]] = {}
     for operation, spec, kernel in asked(provider):
-        attends = spec.attention if isinstance(spec, FusedAttentionSpec) else spec
-        if isinstance(attends, AttentionSpec) and attends.fp8:
-            continue        # no cases hold e4m3 pages
+        if target.kind == "cpu" and isinstance(spec, AttentionSpec) and spec.fp8:
+            continue        # cases for CPUs hold no e4m3 pages
         for stage in kernel.stages:
             questions.setdefault(stage.name, []).append((operation, spec, stage is kernel.stages[0]))
     functions = {gv.name_hint: rest[int(func.attrs[_NUMBER])] for gv, func in module.functions_items()

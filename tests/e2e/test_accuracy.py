@@ -160,6 +160,7 @@ BOUNDS = {
     "fp8": Drift(mean_kl=0.02, max_kl=0.4, top1=0.93, top20=4.0),
     "f16": Drift(mean_kl=4e-6, max_kl=1e-4, top1=0.995, top20=0.06),
 }
+KV_BOUND = Drift(mean_kl=0.0105, max_kl=0.3, top1=0.945, top20=3.6)    # of e4m3 pages
 DRIFT_PROMPTS = ("raw fact", "chat fact", "json", "several pages")
 
 
@@ -215,6 +216,18 @@ def test_drift_of_other_formats(told: Told, smollm2: Callable[[str], Path], floa
         bound = BOUNDS[weights]
         assert found.mean_kl <= bound.mean_kl and found.max_kl <= bound.max_kl
         assert found.top1 >= bound.top1 and found.top20 <= bound.top20
+
+
+def test_drift_of_e4m3_pages(told: Told, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """Weights and arithmetic in float32: all of it comes from keys and values with three mantissa bits."""
+    build_bundle("smollm2", tmp_path / "b", options=BuildOptions(weights="f32", max_context=1024, kv_dtype="fp8"))
+    model = load_model(tmp_path / "b")
+    for decode in (False, True):
+        found = drift(logits_of(told.model, told, decode), logits_of(model, told, decode))
+        record_property("decode" if decode else "prefill", found)
+        print("e4m3 pages", "decode" if decode else "prefill", found)
+        assert found.mean_kl <= KV_BOUND.mean_kl and found.max_kl <= KV_BOUND.max_kl
+        assert found.top1 >= KV_BOUND.top1 and found.top20 <= KV_BOUND.top20
 
 
 @pytest.mark.parametrize("weights", ["q4", "q8", "fp8"])

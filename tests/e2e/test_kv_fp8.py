@@ -101,6 +101,7 @@ def test_pages_survive_a_restart(bundle: Path, model: LoadedModel, prompts: list
 def test_the_manifest_and_the_budget_know_it(model: LoadedModel) -> None:
     info = model.info
     (entry,) = model.bundle.manifest.targets
+    assert model.bundle.manifest.format_version == 3         # what is older would take the pages for something else
     assert info.kv_dtype == model.bundle.manifest.info_for(entry).kv_dtype == FP8
     half, full = page_bytes(info), page_bytes(replace(info, kv_dtype="float16"))
     assert 2 * half == full == 2 * 2 * info.num_layers * info.num_kv_heads * info.page_size * info.head_dim

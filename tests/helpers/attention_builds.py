@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxpack.kernel_spec import AttentionSpec, Kernel, SamplingSpec
+from relaxpack.model_info import FP8
 from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill import default_tuning as mma_tuning
 from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
@@ -43,18 +44,23 @@ SMALL = {
 }
 
 
+E4M3 = {f"{name}_e4m3": replace(SMALL[name], kv_dtype=FP8)
+        for name in ("d64_p16", "d96_p16_w", "d128_p64_f16", "d256_p16", "d128_g16")}
+
+
 def builds(tune: bool, mma: bool = True, arch: str = "sm_90a") -> dict[str, tuple[Any, Kernel]]:
     """Name → (spec, kernel). With `tune` also the variants of the search spaces worth timing."""
     found: dict[str, tuple[Any, Kernel]] = {}
-    for name, s in {**SMALL, "8b": LLAMA_8B, "1b": LLAMA_1B, "7b": QWEN_7B}.items():
+    for name, s in {**SMALL, **E4M3, "8b": LLAMA_8B, "1b": LLAMA_1B, "7b": QWEN_7B}.items():
         found[f"decode.{name}"] = s, decode_attention(s, arch)
         found[f"prefill.{name}"] = s, prefill_attention(s, arch)
         if name in SMALL and mma:                                  # the version for other architectures, on this one
             found[f"prefill.{name}@mma"] = s, prefill_attention(s, arch, mma_tuning(s, arch))
     for name, s in (("8b", LLAMA_8B), ("norm", spec(8, 2, 128, norm=1e-6)), ("partial", spec(4, 2, 96, rotary_dim=32)),
-                    ("f16", spec(4, 1, 64, 64, 160, "float16", rotary_dim=24))):
+                    ("f16", spec(4, 1, 64, 64, 160, "float16", rotary_dim=24)),
+                    ("e4m3", replace(spec(8, 2, 128, norm=1e-6), kv_dtype=FP8))):
         found[f"rope.{name}"] = s, rope_append(s, arch)
-    for name, s in {**SMALL, "d64_norm": spec(8, 2, 64, norm=1e-6), "d64_g7": spec(7, 1, 64),
+    for name, s in {**SMALL, **E4M3, "d64_norm": spec(8, 2, 64, norm=1e-6), "d64_g7": spec(7, 1, 64),
                     "d128_r32_norm": spec(8, 2, 128, norm=1e-6, rotary_dim=32)}.items():
         for rows in (1, 16):                                        # one of the largest clusters, one of the smallest
             if (fused := rope_append_attention(s, rows, arch)) is not None:

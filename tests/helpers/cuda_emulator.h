@@ -84,6 +84,15 @@ template <bool BF> inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
   }
   return r;
 }
+inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  uint64_t bytes = (uint64_t)b << 32 | a;
+  uint32_t r = 0;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t s = selector >> 4 * i & 15, byte = bytes >> 8 * (s & 7) & 255;
+    r |= (s & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;       // the sign of a byte, or the byte
+  }
+  return r;
+}
 struct MmaRegs { uint32_t a[4], b[2]; };
 template <bool BF> void mma(float* d, MmaRegs r, const float* c) {
   cur->slot = &r; wait(kWarpWait);

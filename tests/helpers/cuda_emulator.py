@@ -44,6 +44,7 @@ RULES: list[tuple[str, Any]] = [
     (r"div\.rn\.f32", lambda o, i, m: f"{o[0]} = {i[0]} / {i[1]};"),
     (r"cvt\.rn\.f16x2\.f32", lambda o, i, m: f"{o[0]} = (uint32_t)half({i[0]}).bits << 16 | half({i[1]}).bits;"),
     (r"cvt\.rn\.satfinite\.e4m3x2\.f32", lambda o, i, m: "abort();"),    # of a branch for the GPU, beside one for others
+    (r"prmt\.b32", lambda o, i, m: f"{o[0]} = emu::prmt({', '.join(i)});"),
     (r"fma\.rn\.(bf16|f16)x2", lambda o, i, m:
         f"{o[0]} = emu::fma2<{'true' if '.bf16' in m else 'false'}>({', '.join(i)});"),
     (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\S+", lambda o, i, m:

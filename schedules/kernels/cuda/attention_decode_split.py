@@ -42,7 +42,7 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
     SLOT = 2 * KEYS * ROW_CHUNKS * 4                                 # f32 words of a warp's part of a stage
     MS = D + 4 if COLS * (D + 4) <= SLOT else D                      # row stride there when outputs are merged
     first_tile, last_tile = tile_range(spec, TILE_KEYS)
-    copy_rows, reset, attend, arrange = tile.copy(), tile.reset(), tile.attend(), tile.arrange()
+    copy_rows, reset, attend, arrange, settle = tile.copy(), tile.reset(), tile.attend(), tile.arrange(), tile.settle()
     assert COLS * MS <= SLOT
 
     def tiles(length: Any) -> Any:
@@ -188,6 +188,7 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
         @T.inline
         def end_segment(index):
             # every warp leaves its output, maximum and sum; stage `index`, just consumed, has room for the output
+            settle(acc, total)
             for n in T.unroll(NT):
                 for j in T.unroll(2):
                     for i in T.unroll(3):

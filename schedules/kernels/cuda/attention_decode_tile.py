@@ -72,17 +72,20 @@ class DecodeTile:
 
     def arrange(self) -> Any:
         """Inline: queries as loaded → as `attend` takes them."""
-        fp8, KS, NT = self.spec.fp8, self.steps, self.columns // 8
+        fp8, KS, NT, lift = self.spec.fp8, self.steps, self.columns // 8, pages_fp8.lift(self.spec.activation_dtype)
 
         @T.inline
         def arrange(query):
             if fp8:
+                pair = T.alloc_buffer((2,), "uint32", scope="local")
                 word: T.uint32
                 for n in T.unroll(NT):
                     for k in T.unroll(KS):
                         word = query[k, n, 0]
-                        query[k, n, 0] = (word & T.uint32(0xFFFF)) | (query[k, n, 1] << T.uint32(16))
-                        query[k, n, 1] = (word >> T.uint32(16)) | (query[k, n, 1] & T.uint32(0xFFFF0000))
+                        lift(pair, 0, (word & T.uint32(0xFFFF)) | (query[k, n, 1] << T.uint32(16)))
+                        lift(pair, 1, (word >> T.uint32(16)) | (query[k, n, 1] & T.uint32(0xFFFF0000)))
+                        query[k, n, 0] = pair[0]
+                        query[k, n, 1] = pair[1]
 
         return arrange
 
@@ -125,7 +128,14 @@ class DecodeTile:
         """Inline: the warp's keys of stage `index`, the first of which is key `base`, go into acc, top and total."""
         spec, KS, MT, NT = self.spec, self.steps, self.key_tiles, self.columns // 8
         act, FP8 = spec.activation_dtype, spec.fp8
-        MMA, PACK, SCALE, widen = mma(act), pack(act), spec.scale * LOG2_E, pages_fp8.widen(act)
+        MMA, PACK, SCALE, take = mma(act), pack(act), spec.scale * LOG2_E, pages_fp8.take(act)
+        LIFT = float(pages_fp8.LIFT[act]) if FP8 else 0.0
+        if FP8:
+            SCALE *= 2.0 ** (pages_fp8.LACK[act] - pages_fp8.LIFT[act])
+
+        def lifted(peak: Any) -> Any:
+            """What is subtracted from a score for its weight, which is larger by 2^LIFT."""
+            return peak - T.float32(LIFT) if LIFT else peak
 
         @T.inline
         def multiply(c, i, n, a, b, j):
@@ -140,8 +150,7 @@ class DecodeTile:
                     [warp, index, 0, self.chunk(m * 16 + lane % 16, 2 * k + lane // 16), 0]))
                 for j in T.unroll(2):
                     for i in T.unroll(2):
-                        widen(wide, i, pages_fp8.even(act, frag[2 * j + i]))
-                        widen(wide, 2 + i, pages_fp8.odd(act, frag[2 * j + i]))
+                        take(wide, i, 2 + i, frag[2 * j + i])
                     for n in T.unroll(NT):
                         multiply(score, m, n, wide, query, 2 * k + j)
 
@@ -153,8 +162,7 @@ class DecodeTile:
                     [warp, index, 1, self.chunk(m * 16 + lane % 16, 2 * k + lane // 16), 0]))
                 for j in T.unroll(2):
                     for i in T.unroll(2):
-                        widen(wide, 2 * i, pages_fp8.even(act, frag[2 * j + i]))
-                        widen(wide, 2 * i + 1, pages_fp8.odd(act, frag[2 * j + i]))
+                        take(wide, 2 * i, 2 * i + 1, frag[2 * j + i])
                     for n in T.unroll(NT):
                         multiply(acc, 2 * k + j, n, wide, prob, m)
 
@@ -173,13 +181,12 @@ class DecodeTile:
                         score[m, n, j] = T.float32(0)
                 if FP8:
                     scores_fp8(ring, warp, index, lane, query, score, m, frag, wide)
-                for k in T.unroll(0 if FP8 else KS):
-                    T.ptx[LDMATRIX](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
-                        [warp, index, 0, self.chunk(m * 16 + lane % 16, 2 * k + lane // 16), 0]))
-                    for n in T.unroll(NT):
-                        T.ptx[MMA](score[m, n, 0], score[m, n, 1], score[m, n, 2], score[m, n, 3],
-                                   frag[0], frag[1], frag[2], frag[3], query[k, n, 0], query[k, n, 1],
-                                   score[m, n, 0], score[m, n, 1], score[m, n, 2], score[m, n, 3])
+                else:
+                    for k in T.unroll(KS):
+                        T.ptx[LDMATRIX](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
+                            [warp, index, 0, self.chunk(m * 16 + lane % 16, 2 * k + lane // 16), 0]))
+                        for n in T.unroll(NT):
+                            multiply(score, m, n, frag, query, k)
             for n in T.unroll(NT):
                 for m in T.unroll(MT):
                     for j in T.unroll(4):
@@ -198,7 +205,7 @@ class DecodeTile:
                     total[n, j] = total[n, j] * factor
                     for m in T.unroll(MT):
                         for i in T.unroll(2):
-                            T.ptx[EXP2](score[m, n, 2 * i + j], score[m, n, 2 * i + j] - peak)
+                            T.ptx[EXP2](score[m, n, 2 * i + j], score[m, n, 2 * i + j] - lifted(peak))
                             total[n, j] = total[n, j] + score[m, n, 2 * i + j]
                     for k in T.unroll(KS):
                         for i in T.unroll(2):
@@ -210,15 +217,31 @@ class DecodeTile:
             for m in T.unroll(MT):
                 if FP8:
                     outputs_fp8(ring, warp, index, lane, prob, acc, m, frag, wide)
-                for k in T.unroll(0 if FP8 else KS):
-                    T.ptx[LDMATRIX_T](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
-                        [warp, index, 1, self.chunk(m * 16 + lane % 8 + lane // 16 * 8, 2 * k + lane // 8 % 2), 0]))
-                    for n in T.unroll(NT):
-                        T.ptx[MMA](acc[k, n, 0], acc[k, n, 1], acc[k, n, 2], acc[k, n, 3],
-                                   frag[0], frag[1], frag[2], frag[3], prob[m, n, 0], prob[m, n, 1],
-                                   acc[k, n, 0], acc[k, n, 1], acc[k, n, 2], acc[k, n, 3])
+                else:
+                    for k in T.unroll(KS):
+                        T.ptx[LDMATRIX_T](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
+                            [warp, index, 1, self.chunk(m * 16 + lane % 8 + lane // 16 * 8, 2 * k + lane // 8 % 2), 0]))
+                        for n in T.unroll(NT):
+                            multiply(acc, k, n, frag, prob, m)
 
         return attend
+
+    def settle(self) -> Any:
+        """Inline: what was summed in acc and total → outputs and weights as they are."""
+        fp8, act, KS, NT = self.spec.fp8, self.spec.activation_dtype, self.steps, self.columns // 8
+        lift, lack = pages_fp8.LIFT[act], pages_fp8.LACK[act]
+
+        @T.inline
+        def settle(acc, total):
+            if fp8:
+                for n in T.unroll(NT):
+                    for j in T.unroll(2):
+                        total[n, j] = total[n, j] * T.float32(2.0 ** -lift)
+                    for k in T.unroll(KS):
+                        for j in T.unroll(4):
+                            acc[k, n, j] = acc[k, n, j] * T.float32(2.0 ** (lack - lift))
+
+        return settle
 
 
 def tile_range(spec: AttentionSpec, tile_keys: int) -> tuple[Any, Any]:

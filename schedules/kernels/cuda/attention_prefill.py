@@ -77,7 +77,9 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
     KV_CHUNKS, KV_ROW = D // UNIT, row_chunks(D, spec.kv_item_bytes)         # 16-byte chunks of a row of keys
     WINDOWED, WINDOW = spec.window is not None, spec.window or 0
     SCALE = spec.scale * LOG2_E
-    MMA, PACK_P, PACK_Y, widen = mma(act), pack(act), pack(act), pages_fp8.widen(act)
+    MMA, PACK_P, PACK_Y, take, lift = mma(act), pack(act), pack(act), pages_fp8.take(act), pages_fp8.lift(act)
+    LIFT, LACK = (float(pages_fp8.LIFT[act]), float(pages_fp8.LACK[act])) if FP8 else (0.0, 0.0)
+    SCALE *= 2.0 ** (LACK - LIFT)
     Q_PASSES, KV_PASSES = -(-ROWS * CHUNKS // THREADS), -(-KEYS * KV_CHUNKS // THREADS)
     assert D % 16 == 0 and KEYS % 16 == 0
 
@@ -86,6 +88,9 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
 
     def kv_chunk(row: Any, column: Any) -> Any:
         return row * KV_ROW + (column ^ (row % 8) if KV_CHUNKS % 8 == 0 else column)
+
+    def lifted(peak: Any) -> Any:
+        return peak - T.float32(LIFT) if LIFT else peak
 
     @T.prim_func
     def prefill_attention(q_h: T.handle, layer: T.int64, pages_h: T.handle, page_table_h: T.handle,
@@ -203,8 +208,7 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
                         [index, 0, kv_chunk(n * 16 + lane % 8 + lane // 16 * 8, 2 * k + lane // 8 % 2), 0]))
                     for j in T.unroll(2):
                         for i in T.unroll(2):
-                            widen(wide, 0, pages_fp8.even(act, frag_b[2 * i + j]))
-                            widen(wide, 1, pages_fp8.odd(act, frag_b[2 * i + j]))
+                            take(wide, 0, 1, frag_b[2 * i + j])
                             for m in T.unroll(MT):
                                 multiply(score, m, 2 * n + i, frag_q[j, m, 0], frag_q[j, m, 1], frag_q[j, m, 2],
                                          frag_q[j, m, 3], wide[0], wide[1])
@@ -243,7 +247,7 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
                             acc[m, n, 2 * r + j] = acc[m, n, 2 * r + j] * factor
                     for n in T.unroll(NT):
                         for j in T.unroll(2):
-                            T.ptx[EXP2](score[m, n, 2 * r + j], score[m, n, 2 * r + j] * T.float32(SCALE) - peak)
+                            T.ptx[EXP2](score[m, n, 2 * r + j], score[m, n, 2 * r + j] * T.float32(SCALE) - lifted(peak))
                             total[m, r] = total[m, r] + score[m, n, 2 * r + j]
 
         @T.inline
@@ -272,8 +276,7 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
                     [index, 1, kv_chunk(k * 16 + lane % 16, 2 * n + lane // 16), 0]))
                 for j in T.unroll(2):
                     for i in T.unroll(2):
-                        widen(wide, i, pages_fp8.even(act, frag_b[2 * j + i]))
-                        widen(wide, 2 + i, pages_fp8.odd(act, frag_b[2 * j + i]))
+                        take(wide, i, 2 + i, frag_b[2 * j + i])
                     for i in T.unroll(2):
                         for m in T.unroll(MT):
                             multiply(acc, m, 4 * n + 2 * j + i, frag_a[m, 0], frag_a[m, 1], frag_a[m, 2], frag_a[m, 3],
@@ -296,8 +299,8 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
                 T.ptx["ld.global.nc.v4.b32"](wide[0], wide[1], wide[2], wide[3],
                                              q.ptr_to([start + r, head * D + c * 8]))
             for e in T.unroll(2):
-                frag_b[e] = (wide[2 * e] & T.uint32(0xFFFF)) | (wide[2 * e + 1] << T.uint32(16))
-                frag_b[2 + e] = (wide[2 * e] >> T.uint32(16)) | (wide[2 * e + 1] & T.uint32(0xFFFF0000))
+                lift(frag_b, e, (wide[2 * e] & T.uint32(0xFFFF)) | (wide[2 * e + 1] << T.uint32(16)))
+                lift(frag_b, 2 + e, (wide[2 * e] >> T.uint32(16)) | (wide[2 * e + 1] & T.uint32(0xFFFF0000)))
             for e in T.unroll(2):
                 T.ptx["st.shared.v2.b32"](queries.ptr_to([chunk(r, c // 2 * 2 + e), c % 2 * 4]),
                                           frag_b[2 * e], frag_b[2 * e + 1])
@@ -362,7 +365,7 @@ def _function(spec: AttentionSpec, tuning: PrefillTuning) -> Any:
                     row = T.meta_var((warp * MT + m) * 16 + r * 8 + lane // 4)
                     for i in T.unroll(2):
                         total[m, r] = total[m, r] + shuffle_xor(total[m, r], 1 << i)
-                    factor = T.float32(1) / total[m, r]
+                    factor = T.float32(1 if not FP8 else 2.0 ** LACK) / total[m, r]
                     if row < rows:
                         if FP8:
                             store_fp8(m, r, row)

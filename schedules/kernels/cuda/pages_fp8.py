@@ -1,9 +1,9 @@
 """How the attention kernels store e4m3 numbers and take them back into registers, two at a time in one 32-bit register of
-the activations' dtype. Taking them back is exact in bfloat16 and float16.
+the activations' dtype. No kernels here.
 
-A pair is made of bytes 0 and 2 (`even`) or 1 and 3 (`odd`) of a word, because sign, exponent and mantissa then only have to
-be shifted to where the wider type has them; one multiplication by a power of two does the rest, subnormals included. No
-kernels here.
+Moving sign, exponent and mantissa to where the wider type has them divides a number by a power of two, exactly, subnormals
+included (tensor cores take them). Nothing is multiplied back there: queries and weights are larger by as much as float32
+sums need not to underflow, and what is left of the factor goes into the scale of the scores and, once, into the outputs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.codes_fp8 import FACTOR, MASK, SHIFT, SIGNS
 from tvm.script import tirx as T
 
 _PACK = """
@@ -39,28 +38,37 @@ def pack_e4m3(high: Any, low: Any) -> Any:
     return T.cuda.func_call("pack_e4m3", high, low, source_code=_PACK, return_type="uint32")
 
 
-def twice(value: int) -> int:
-    return value << 16 | value
+# powers of two: what numbers taken back lack, and by what queries and weights are larger meanwhile
+LACK = {"bfloat16": 120, "float16": 8}
+LIFT = {"bfloat16": 100, "float16": 0}
+_SHIFTED = {"bfloat16": 4, "float16": 7}         # the code is the lower byte of a half word, its sign fills the upper one
+_KEPT = {"bfloat16": 0x87F0, "float16": 0xBF80}
+_EVEN, _ODD = 0xA280, 0xB391                     # prmt: bytes 0, 2 or 1, 3, each below a byte of its sign
 
 
-def even(dtype: str, word: Any) -> Any:
-    """Bytes 0 and 2 of a word as two numbers divided by a power of two: `widen` ends it."""
-    mask = T.uint32(twice(MASK[dtype]))
-    return ((word << T.uint32(8 - SHIFT[dtype])) & mask) | ((word << T.uint32(8)) & T.uint32(SIGNS))
-
-
-def odd(dtype: str, word: Any) -> Any:
-    """Bytes 1 and 3."""
-    return ((word >> T.uint32(SHIFT[dtype])) & T.uint32(twice(MASK[dtype]))) | (word & T.uint32(SIGNS))
-
-
-def widen(dtype: str) -> Any:
-    """Inline: to[at] = the numbers that `even` or `odd` gave."""
-    fma, factor = f"fma.rn.{'bf16' if dtype == 'bfloat16' else 'f16'}x2", twice(FACTOR[dtype])
+def take(dtype: str) -> Any:
+    """Inline: to[even] = bytes 0 and 2 of a word as numbers that lack 2^LACK, to[odd] = bytes 1 and 3."""
+    shift, kept = _SHIFTED[dtype], _KEPT[dtype] << 16 | _KEPT[dtype]
 
     @T.inline
-    def widen(to, at, pair):
-        to[at] = pair
-        T.ptx[fma](to[at], to[at], T.uint32(factor), T.uint32(SIGNS))        # adds -0: keeps every sign
+    def take(to, even, odd, word):
+        T.ptx["prmt.b32"](to[even], word, T.uint32(0), T.uint32(_EVEN))
+        to[even] = (to[even] << T.uint32(shift)) & T.uint32(kept)
+        T.ptx["prmt.b32"](to[odd], word, T.uint32(0), T.uint32(_ODD))
+        to[odd] = (to[odd] << T.uint32(shift)) & T.uint32(kept)
 
-    return widen
+    return take
+
+
+def lift(dtype: str) -> Any:
+    """Inline: to[at] = a pair of queries times 2^LIFT; adding -0 keeps every sign."""
+    factor = (LIFT[dtype] + 127) << 7
+
+    @T.inline
+    def lift(to, at, pair):
+        if LIFT[dtype] == 0:
+            to[at] = pair
+        else:
+            T.ptx["fma.rn.bf16x2"](to[at], pair, T.uint32(factor << 16 | factor), T.uint32(0x80008000))
+
+    return lift

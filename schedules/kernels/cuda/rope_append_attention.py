@@ -65,7 +65,7 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
     WINDOWED = spec.window is not None
     PAGES, NT, KS, ROW_CHUNKS = tile.pages, tile.columns // 8, tile.steps, tile.row_chunks
     first_tile, last_tile = tile_range(spec, TILE_KEYS)
-    copy_rows, reset, attend, arrange = tile.copy(), tile.reset(), tile.attend(), tile.arrange()
+    copy_rows, reset, attend, arrange, settle = tile.copy(), tile.reset(), tile.attend(), tile.arrange(), tile.settle()
     HALF, UNITS, TURN = R // 2, D // 8, R // 16                      # units of 8 of head_dim; i and i + TURN rotate together
     PAIRS, PLAIN, WORDS = R // 4, (D - R) // 2, D // 2               # words of the new key: rotated pairs, others, all
     EP, EL, EV = -(-PAIRS // 32), -(-PLAIN // 32), -(-WORDS // 32)   # of each, a lane's share
@@ -229,6 +229,7 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
         """A warp's results to the blocks that merge them."""
         to = T.alloc_buffer((C,), "uint32", scope="local")
         remote: T.uint32
+        settle(acc, total)
         for n in T.unroll(NT):
             for j in T.unroll(2):
                 for i in T.unroll(3):

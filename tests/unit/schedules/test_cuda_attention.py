@@ -285,6 +285,10 @@ KERNELS = {
     "decode_256": lambda arch: decode_attention(spec(8, 4, 256, 64, window=512), arch),
     "prefill": lambda arch: prefill_attention(spec(32, 8, 128), arch),
     "prefill_64": lambda arch: prefill_attention(spec(32, 8, 64, dtype="float16"), arch),
+    "rope_e4m3": lambda arch: rope_append.rope_append(spec(32, 8, 128, kv=FP8), arch),
+    "decode_e4m3": lambda arch: decode_attention(spec(32, 8, 128, kv=FP8), arch),
+    "decode_64_e4m3": lambda arch: decode_attention(spec(32, 8, 64, kv=FP8), arch),
+    "prefill_e4m3": lambda arch: prefill_attention(spec(32, 8, 128, kv=FP8), arch),
     "sample": lambda arch: sample(SamplingSpec(128256), arch),
 }
 
@@ -311,13 +315,14 @@ def test_kernels_compile_without_local_memory(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", sorted(LIMITS))
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_default_tunings_fit_shared_memory(arch: str, head_dim: int) -> None:
-    s = spec(32, 8, head_dim)
+@pytest.mark.parametrize("kv", ["bfloat16", FP8])
+def test_default_tunings_fit_shared_memory(arch: str, head_dim: int, kv: str) -> None:
+    s = spec(32, 8, head_dim, kv=kv)
     limit = LIMITS[arch][0] * 1024
     tuning = default_tuning(s, arch)
     assert shared_bytes(s, tuning) <= limit
     assert attention_prefill.shared_bytes(s, attention_prefill.default_tuning(s, arch)) <= limit
-    assert attention_prefill_hopper.supported(s) == (head_dim in (64, 128, 256))
+    assert attention_prefill_hopper.supported(s) == (head_dim in (64, 128, 256) and not s.fp8)
 
 
 def test_few_tokens_of_narrow_heads_take_narrow_tiles() -> None:
@@ -337,6 +342,8 @@ def test_pages_that_no_bulk_copy_fits_take_the_portable_kernel(page_size: int, s
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: decode_attention(spec(dtype="float32")), "bfloat16"),
     (lambda: prefill_attention(spec(dtype="int8")), "bfloat16"),
+    (lambda: decode_attention(spec(head_dim=80, kv=FP8)), "multiple of 32"),
+    (lambda: prefill_attention(spec(kv="float16")), "or with --kv-dtype fp8"),
     (lambda: decode_attention(spec(7, 2)), "multiple"), (lambda: prefill_attention(spec(head_dim=72)), "multiple of 16"),
     (lambda: rope_append.rope_append(spec(head_dim=65, rotary_dim=65)), "even")])
 def test_impossible_specs_are_refused_with_a_reason(make: Any, message: str) -> None:
