@@ -7,6 +7,7 @@ scales of their own (dynamic). What else it says of them is ignored, which the a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from relaxpack.errors import ConfigError
@@ -47,9 +48,9 @@ def fine_grained(keys: KeyReader) -> Fp8Scheme:
     return Fp8Scheme(_block(keys, "weight_block_size"), dynamic)
 
 
-def compressed_tensors(keys: KeyReader) -> Fp8Scheme:
-    keys.require("format", ("float-quantized",), "of compressed-tensors, fp8 weights are read")
-    keys.require("quantization_status", ("compressed",), "what is stored must be fp8")
+def compressed_groups(keys: KeyReader) -> Iterator[tuple[KeyReader, KeyReader]]:
+    """Readers of each group of layers and of its weights, after the keys that all formats of compressed-tensors have."""
+    keys.require("quantization_status", ("compressed",), "what is stored must be quantised")
     for key in ("transform_config", "sparsity_config"):
         value = keys.take(key, None, dict)
         if value and value.get("format", "") != "dense":
@@ -60,11 +61,25 @@ def compressed_tensors(keys: KeyReader) -> Fp8Scheme:
     keys.ignore("kv_cache_scheme", "keys and values are kept in --kv-dtype")
     for key in ("global_compression_ratio", "version"):
         keys.ignore(key, "describes the file")
+    for name, data in keys.take("config_groups", kind=dict).items():
+        if not isinstance(data, dict) or not isinstance(data.get("weights"), dict):
+            raise ConfigError(f"{keys.file}: {keys.prefix}config_groups.{name} describes no weights: {shorten(data)}")
+        group = _inner(keys, data, f"config_groups.{name}.")
+        weights = _inner(group, group.take("weights"), "weights.")
+        weights.require("dynamic", (False,), "weights have stored scales")
+        for key in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
+            weights.ignore(key, "how the weights were quantised, or how they are stored, which the tensors say")
+        group.ignore("targets", _BY_TENSOR)
+        group.ignore("output_activations", _WEIGHTS_ONLY)
+        yield group, weights
+
+
+def compressed_tensors(keys: KeyReader) -> Fp8Scheme:
+    """Format float-quantized."""
+    keys.require("format", ("float-quantized", "pack-quantized"), "of compressed-tensors, fp8 and 4-bit weights are read")
     blocks, dynamic = set(), True
-    for name, group in keys.take("config_groups", kind=dict).items():
-        if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
-            raise ConfigError(f"{keys.file}: {keys.prefix}config_groups.{name} describes no weights: {shorten(group)}")
-        block, rounds = _group(_inner(keys, group, f"config_groups.{name}."))
+    for group, weights in compressed_groups(keys):
+        block, rounds = _group(group, weights)
         blocks.add(block)
         dynamic &= rounds
     blocks.discard(None)
@@ -73,27 +88,21 @@ def compressed_tensors(keys: KeyReader) -> Fp8Scheme:
     return Fp8Scheme(blocks.pop() if blocks else None, dynamic)
 
 
-def _group(group: KeyReader) -> tuple[tuple[int, int] | None, bool]:
+def _group(group: KeyReader, weights: KeyReader) -> tuple[tuple[int, int] | None, bool]:
     """Its blocks, and whether it rounds activations dynamically."""
-    group.require("format", ("float-quantized",), "of compressed-tensors, fp8 weights are read")
-    group.ignore("targets", _BY_TENSOR)
+    group.require("format", ("float-quantized",), "the format of the whole is float-quantized")
     dynamic = _rounds(group.data.get("input_activations"))
     if dynamic:
         group.take("input_activations")
     else:
         group.ignore("input_activations", _WEIGHTS_ONLY)
-    group.ignore("output_activations", _WEIGHTS_ONLY)
-    weights = _inner(group, group.take("weights"), "weights.")
     group.finish()
     weights.require("num_bits", (8,), "fp8 weights are read")
     weights.require("type", ("float",), "fp8 weights are read")
     weights.require("symmetric", (True,), "fp8 has no zero points")
-    weights.require("dynamic", (False,), "weights have stored scales")
     weights.require("strategy", ("tensor", "channel", "block"), "how far a scale reaches")
     for key in ("group_size", "actorder"):
         weights.ignore(key, "not part of tensor, channel and block scales")
-    for key in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
-        weights.ignore(key, "how the weights were quantised, or how they are stored, which the tensors say")
     block = _block(weights, "block_structure")
     weights.finish()
     return block, dynamic

@@ -1,4 +1,5 @@
-"""The keys of `quantization_config` with quant_method "awq" or "gptq": 4-bit weights in groups along the input features.
+"""The keys of `quantization_config` in the schemes with 4-bit weights in groups along the input features: quant_method "awq"
+and "gptq", and "compressed-tensors" where its format is pack-quantized.
 
 Which layers are quantised, their zeros and the order of their columns are read from the tensors, in `int4_tensors.py`.
 """
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 from relaxpack.errors import ConfigError
 from relaxpack.relax_models.audit import KeyReader, shorten
+from relaxpack.relax_models.fp8_import import compressed_groups
 
 WHOLE_COLUMN = -1       # as both schemes write a group of all input features
 _BY_TENSOR = "which weights are quantised is read from the tensors"
@@ -28,7 +30,7 @@ class Int4Scheme:
     """`group`: input features that share a scale, WHOLE_COLUMN for all of them. `zero_offset`: how much larger a zero is
     than its stored form."""
 
-    method: str  # "awq" | "gptq"
+    method: str  # "awq" | "gptq" | "compressed"
     group: int
     zero_offset: int = 0
 
@@ -59,13 +61,46 @@ def gptq(keys: KeyReader) -> Int4Scheme:
     return _scheme(keys, "gptq", 0 if form == "gptq_v2" else 1)
 
 
-def _scheme(keys: KeyReader, method: str, zero_offset: int = 0) -> Int4Scheme:
-    keys.take("bits")
-    keys.require("bits", (4,), f"of {method}, 4-bit weights are read")
+def pack_quantized(keys: KeyReader) -> Int4Scheme:
+    """Of compressed-tensors: all groups must be alike."""
+    keys.require("format", ("pack-quantized",), "4-bit weights")
+    sizes = {_packed_group(group, weights) for group, weights in compressed_groups(keys)}
+    if len(sizes) != 1:
+        raise ConfigError(f"{keys.file}: {keys.prefix}config_groups have {sorted(sizes) if sizes else 'no'} group sizes; "
+                          "expected one")
+    return Int4Scheme("compressed", sizes.pop())
+
+
+def _packed_group(group: KeyReader, weights: KeyReader) -> int:
+    """Its group size."""
+    group.require("format", ("pack-quantized",), "the format of the whole is pack-quantized")
+    group.ignore("input_activations", "only the weights are taken: activations are not quantised")
+    group.finish()
+    weights.take("num_bits")
+    weights.require("num_bits", (4,), "of pack-quantized weights, those of 4 bits are read")
+    weights.require("type", ("int",), "4-bit codes are integers")
+    weights.require("strategy", ("group", "channel"), "how far a scale reaches")
+    weights.ignore("symmetric", "zeros are read from the tensors")
+    weights.ignore("actorder", "the order of columns is read from the tensors")
+    weights.require("block_structure", ((),), "scales of groups")
+    size = _group_size(weights) if weights.data.get("strategy") == "group" else WHOLE_COLUMN
+    weights.ignore("group_size", "a scale reaches over all input features")
+    weights.finish()
+    return size
+
+
+def _group_size(keys: KeyReader) -> int:
     group = keys.integer("group_size")
     if group not in (WHOLE_COLUMN, 32, 64) and (group < 1 or group % 128):
         raise ConfigError(f"{keys.file}: {keys.prefix}group_size = {group} is not supported; supported: 32, 64, multiples "
                           f"of 128, and {WHOLE_COLUMN} (all input features)")
+    return int(group)
+
+
+def _scheme(keys: KeyReader, method: str, zero_offset: int = 0) -> Int4Scheme:
+    keys.take("bits")
+    keys.require("bits", (4,), f"of {method}, 4-bit weights are read")
+    group = _group_size(keys)
     for key in _MADE:
         keys.ignore(key, _HOW_MADE)
     for key in _RUN:

@@ -1,8 +1,10 @@
-"""4-bit layers of AWQ and GPTQ folders as weights `[out, in]`: codes, float16 scales and whole zeros, nothing requantised.
+"""4-bit layers of AWQ, GPTQ and compressed-tensors folders as weights `[out, in]`: codes, scales and whole zeros, nothing
+requantised.
 
-A layer of K inputs and N outputs is stored transposed, eight codes to an int32, the first in the lowest bits: AWQ joins
-eight outputs, `[K, N/8]`, in the order 0 2 4 6 1 3 5 7; GPTQ eight inputs, `[K/8, N]`, and may list in `g_idx` which group
-an input belongs to. Zeros `[groups, N/8]` join outputs in both, in GPTQ in their natural order; scales are `[groups, N]`.
+Eight codes make an int32, the first in the lowest bits. AWQ and GPTQ store a layer of K inputs and N outputs transposed:
+AWQ joins eight outputs, `[K, N/8]`, in the order 0 2 4 6 1 3 5 7; GPTQ eight inputs, `[K/8, N]`; zeros `[groups, N/8]` join
+outputs, in GPTQ in their natural order; scales are `[groups, N]`. compressed-tensors has `[N, K/8]`, `[N/8, groups]` and
+`[N, groups]`, and no zeros where all are 8. `g_idx` says, where it is there, which group an input belongs to.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from relaxpack.weight_format import BLOCK, FORMATS, QuantizedTensor, WeightForma
 
 _SCALES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32}
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)       # which of eight outputs each nibble holds
-_PARTS = ("qweight", "qzeros", "scales")
+# Endings of a layer's codes, zeros, scales and order of inputs; behind them what only describes it.
+_OLD = (".qweight", ".qzeros", ".scales", ".g_idx")
+_NAMES = {"awq": _OLD, "gptq": _OLD,
+          "compressed": (".weight_packed", ".weight_zero_point", ".weight_scale", ".weight_g_idx", ".weight_shape")}
 
 
 @dataclass(frozen=True)
@@ -45,35 +50,41 @@ class Int4Tensors:
 
     def __init__(self, folder: SafetensorsFolder, scheme: Int4Scheme, expected: Collection[str]) -> None:
         self._folder, self._scheme, self._stored = folder, scheme, folder.stored()
-        layers = [name.removesuffix(".qweight") for name in self._stored if name.endswith(".qweight")]
+        self._compressed = scheme.method == "compressed"
+        self._names = _NAMES[scheme.method]
+        ending = self._names[0]
+        layers = [name.removesuffix(ending) for name in self._stored if name.endswith(ending)]
         self._layers = {f"{layer}.weight": self._layer(layer) for layer in layers}
         self._zero_biases = {bias for layer in layers if (bias := f"{layer}.bias") in self._stored and bias not in expected
                              and not folder.bytes_of(bias).any()}
 
     def _layer(self, name: str) -> _Layer:
-        missing = [f"{name}.{part}" for part in _PARTS if f"{name}.{part}" not in self._stored]
-        if missing:
-            raise CheckpointError(f"{name}.qweight is there but not {', '.join(missing)}; incomplete download?")
+        codes, zeros, scales, *_ = (name + ending for ending in self._names)
+        needed = (scales,) if self._compressed else (zeros, scales)
+        if missing := [part for part in needed if part not in self._stored]:
+            raise CheckpointError(f"{codes} is there but not {', '.join(missing)}; incomplete download?")
         if f"{name}.weight" in self._stored:
-            raise CheckpointError(f"{name} is stored twice, as {name}.weight and as {name}.qweight")
-        rows, columns = self._integers(f"{name}.qweight")
-        inputs, outputs = (rows, columns * 8) if self._scheme.method == "awq" else (rows * 8, columns)
+            raise CheckpointError(f"{name} is stored twice, as {name}.weight and as {codes}")
+        rows, columns = self._integers(codes)
+        outputs, inputs = {"awq": (columns * 8, rows), "gptq": (columns, rows * 8)}.get(
+            self._scheme.method, (rows, columns * 8))
         group = inputs if self._scheme.group == WHOLE_COLUMN else self._scheme.group
         if not inputs or inputs % group or outputs % 8:
-            raise CheckpointError(f"{name}.qweight has the shape {[rows, columns]}, so {inputs} inputs and {outputs} "
+            raise CheckpointError(f"{codes} has the shape {[rows, columns]}, so {inputs} inputs and {outputs} "
                                   f"outputs; expected multiples of {group} (the group) and 8")
         groups = inputs // group
-        for part, wanted in (("qzeros", (groups, outputs // 8)), ("scales", (groups, outputs))):
-            dtype, shape = self._stored[f"{name}.{part}"]
-            if shape != wanted or (part == "qzeros" and dtype != "I32"):
-                raise CheckpointError(f"{name}.{part} is {dtype}{list(shape)}, which does not fit {name}.qweight of "
+        for part, wanted in ((zeros, (groups, outputs // 8)), (scales, (groups, outputs))):
+            dtype, shape = self._stored.get(part, ("I32", wanted[::-1]))
+            wanted = wanted[::-1] if self._compressed else wanted
+            if shape != wanted or (part == zeros and dtype != "I32"):
+                raise CheckpointError(f"{part} is {dtype}{list(shape)}, which does not fit {codes} of "
                                       f"{[rows, columns]} in groups of {group}; expected {list(wanted)}")
-            if part == "scales" and dtype not in _SCALES:
-                raise CheckpointError(f"{name}.scales is stored as {dtype}; scales may be {', '.join(_SCALES)}")
+            if part == scales and dtype not in _SCALES:
+                raise CheckpointError(f"{part} is stored as {dtype}; scales may be {', '.join(_SCALES)}")
         blocks = self._scheme.group == WHOLE_COLUMN or group % BLOCK == 0
-        format = FORMATS["q4_128" if blocks and self._fits_float16(f"{name}.scales") else "q4_k"]
+        format = FORMATS["q4_128" if blocks and self._fits_float16(scales) else "q4_k"]
         if group % 32 and not format.long_groups:
-            raise CheckpointError(f"{name}.scales are no float16 numbers, and {inputs} inputs are no multiple of 32")
+            raise CheckpointError(f"{scales} holds what float16 does not, and {inputs} inputs are no multiple of 32")
         layer = _Layer(name, outputs, inputs, group, format)
         self._check_order(layer)
         return layer
@@ -86,7 +97,7 @@ class Int4Tensors:
 
     def _check_order(self, layer: _Layer) -> None:
         """The groups must be neighbours along the inputs."""
-        name = f"{layer.name}.g_idx"
+        name = layer.name + self._names[3]
         if name not in self._stored:
             return
         dtype, shape = self._stored[name]
@@ -97,7 +108,7 @@ class Int4Tensors:
                                   "supported; give a checkpoint made with desc_act false, an AWQ one, or a GGUF file")
 
     def infos(self) -> dict[str, TensorInfo]:
-        own = {f"{layer.name}.{part}" for layer in self._layers.values() for part in (*_PARTS, "g_idx")} | self._zero_biases
+        own = {layer.name + ending for layer in self._layers.values() for ending in self._names} | self._zero_biases
         infos = self._folder.infos([name for name in self._stored if name not in own])
         for name, layer in self._layers.items():
             infos[name] = TensorInfo(name, (layer.outputs, layer.inputs), layer.format)
@@ -108,9 +119,10 @@ class Int4Tensors:
         if name not in self._layers:
             return self._folder.read(name)
         layer = self._layers[name]
-        codes, zeros, scales = self._codes(layer), self._zeros(layer), self._scales(f"{layer.name}.scales").T
+        codes, zeros, scales = self._codes(layer), self._zeros(layer), self._scales(layer.name + self._names[2])
         if not np.isfinite(scales).all():
-            raise CheckpointError(f"{layer.name}.scales holds {scales[~np.isfinite(scales)][0]}; scales must be finite")
+            raise CheckpointError(f"{layer.name}{self._names[2]} holds {scales[~np.isfinite(scales)][0]}; scales must be "
+                                  "finite")
         times = -(-layer.group // layer.format.group_size)
         if layer.format.zeros:
             return QuantizedTensor(layer.format, codes, np.repeat(scales.astype(np.float16), times, axis=1),
@@ -118,7 +130,7 @@ class Int4Tensors:
         return QuantizedTensor(layer.format, codes, *(np.repeat(part, times, axis=1) for part in (scales, -scales * zeros)))
 
     def _codes(self, layer: _Layer) -> np.ndarray:
-        words = self._read(f"{layer.name}.qweight", np.uint32).T        # AWQ [N/8, K], GPTQ [N, K/8]
+        words = self._by_output(layer.name + self._names[0], np.uint32)         # AWQ [N/8, K], others [N, K/8]
         codes = np.empty((layer.outputs, layer.inputs), np.uint8)
         for nibble in range(8):
             part = (words >> (4 * nibble) & 15).astype(np.uint8)
@@ -130,15 +142,17 @@ class Int4Tensors:
 
     def _zeros(self, layer: _Layer) -> np.ndarray:
         """uint8 `[N, groups]`. Stored less one, a zero of 0 has become 15."""
-        words = self._read(f"{layer.name}.qzeros", np.uint32).T
-        zeros = np.empty((layer.outputs, layer.groups), np.uint8)
+        zeros = np.full((layer.outputs, layer.groups), 8, np.uint8)
+        if layer.name + self._names[1] not in self._stored:
+            return zeros
+        words = self._by_output(layer.name + self._names[1], np.uint32)
         for nibble, place in enumerate(_AWQ_ORDER if self._scheme.method == "awq" else range(8)):
             zeros[place::8] = (words >> (4 * nibble)) + self._scheme.zero_offset & 15
         return zeros
 
     def _scales(self, name: str) -> np.ndarray:
-        """float32 `[groups, N]`."""
-        return self._read(name, _SCALES[self._stored[name][0]]).astype(np.float32)
+        """float32 `[N, groups]`."""
+        return self._by_output(name, _SCALES[self._stored[name][0]]).astype(np.float32)
 
     def _fits_float16(self, name: str) -> bool:
         """Scales of another type that float16 does not hold take the format with float32 ones."""
@@ -147,6 +161,10 @@ class Int4Tensors:
         scales = self._scales(name)
         with np.errstate(over="ignore"):
             return np.array_equal(scales.astype(np.float16).astype(np.float32), scales, equal_nan=True)
+
+    def _by_output(self, name: str, dtype: type) -> np.ndarray:
+        array = self._read(name, dtype)
+        return array if self._compressed else array.T
 
     def _read(self, name: str, dtype: type) -> np.ndarray:
         """Copied: parts need not be aligned in the file."""
@@ -157,5 +175,7 @@ class Int4Tensors:
         a, b = self._layers.get(one), self._layers.get(other)
         if a is None or b is None:
             return a is b and self._folder.same_bytes(one, other)
-        return all(self._stored[f"{a.name}.{part}"] == self._stored[f"{b.name}.{part}"] and equal_in_chunks(
-            self._folder.bytes_of(f"{a.name}.{part}"), self._folder.bytes_of(f"{b.name}.{part}")) for part in _PARTS)
+        parts = [(a.name + ending, b.name + ending) for ending in self._names[:3]]
+        return all(self._stored.get(first) == self._stored.get(second) for first, second in parts) and all(
+            equal_in_chunks(self._folder.bytes_of(first), self._folder.bytes_of(second))
+            for first, second in parts if first in self._stored)

@@ -1,4 +1,5 @@
-"""Writes small random-weight checkpoints in the AWQ and GPTQ formats, from `tiny_checkpoints`, by packers of their own.
+"""Writes small random-weight checkpoints in the 4-bit formats of AWQ, GPTQ and compressed-tensors, from `tiny_checkpoints`,
+by packers of their own.
 
 Codes, zeros and scales are random, not quantised from something, so that every code and zero occurs. The embedding table,
 the head and all vectors stay floats.
@@ -6,6 +7,7 @@ the head and all vectors stay floats.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,13 @@ AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm", 
 GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False, "sym": False, "damp_percent": 0.01, "true_sequential": True,
         "static_groups": False, "model_name_or_path": None, "model_file_base_name": "model", "checkpoint_format": "gptq",
         "dynamic": {"-:.*lm_head.*": {}}, "meta": {"quantizer": ["somebody:1.0"]}}
-CONFIGS = {"awq": AWQ, "gptq": GPTQ, "gptq_v2": {**GPTQ, "checkpoint_format": "gptq_v2"}}
+_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": False, "dynamic": False, "actorder": None,
+            "block_structure": None, "observer": "minmax", "observer_kwargs": {}}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+              "global_compression_ratio": 1.9, "ignore": ["lm_head"], "kv_cache_scheme": None, "config_groups": {"group_0": {
+                  "targets": ["Linear"], "input_activations": None, "output_activations": None, "weights": _WEIGHTS}}}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "awq": AWQ, "gptq": GPTQ, "gptq_v2": {**GPTQ, "checkpoint_format": "gptq_v2"}, "compressed": COMPRESSED}
 
 
 def joined(numbers: np.ndarray, order: tuple[int, ...], axis: int) -> np.ndarray:
@@ -37,6 +45,9 @@ def stored_layer(kind: str, codes: np.ndarray, zeros: np.ndarray, scales: np.nda
     if kind == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         return {"qweight": joined(codes, order, 1), "qzeros": joined(zeros, order, 1), "scales": scales}
+    if kind == "compressed":
+        return {"weight_packed": joined(codes.T, natural, 1), "weight_zero_point": joined(zeros.T, natural, 0),
+                "weight_scale": np.ascontiguousarray(scales.T), "weight_shape": np.array(codes.T.shape)}
     less = 1 if kind == "gptq" else 0
     inputs, groups = len(codes), len(zeros)
     return {"qweight": joined(codes, natural, 0), "qzeros": joined((zeros - less) % 16, natural, 1), "scales": scales,
@@ -65,6 +76,12 @@ def write_int4_checkpoint(
         plain[name] = np.ascontiguousarray(numbers.T, np.float32)
         layer = name.removesuffix("weight")
         stored.update({layer + part: array for part, array in stored_layer(kind, codes, zeros, scales).items()})
-    write_checkpoint(folder, family, quantization_config={**CONFIGS[kind], "group_size": group}, **changes)
+    config = copy.deepcopy(CONFIGS[kind])
+    if kind == "compressed":
+        sizes = {"group_size": group} if group != -1 else {"group_size": None, "strategy": "channel"}
+        config["config_groups"]["group_0"]["weights"].update(sizes)
+    else:
+        config["group_size"] = group
+    write_checkpoint(folder, family, quantization_config=config, **changes)
     write_weights(folder, stored)
     return plain, stored

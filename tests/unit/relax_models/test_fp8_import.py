@@ -126,8 +126,8 @@ def test_a_config_without_fp8_tensors_changes_nothing(tmp_path: Path) -> None:
     ({"quantization_config": {"quant_method": "fp8", "mystery": 1}}, ["quantization_config.mystery", "unknown key"]),
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 32]}},
      ["weight_block_size", "[1, 32]", "multiple of 128"]),
-    ({"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}},
-     ["quantization_config.format", "pack-quantized", "float-quantized"]),
+    ({"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}}},
+     ["quantization_config.format", "int-quantized", "float-quantized"]),
     ({"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}},
      ["quantization_config.config_groups", "missing"]),
 ])

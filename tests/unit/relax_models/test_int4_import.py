@@ -72,6 +72,46 @@ def test_symmetric_gptq_has_zeros_of_eight(tmp_path: Path) -> None:
     assert (open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight").zeros == 8).all()
 
 
+def test_symmetric_compressed_tensors_have_no_zeros(tmp_path: Path) -> None:
+    _, stored = write_int4_checkpoint(tmp_path / "m", "compressed", **SIZES)
+    change(tmp_path / "m", stored, {f"{LAYER}.weight_zero_point": None})
+    weight = open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight")
+    assert (weight.zeros == 8).all()
+    np.testing.assert_array_equal(weight.dequantize(), (weight.codes.astype(np.float32) - 8) * np.repeat(
+        stored[f"{LAYER}.weight_scale"].astype(np.float32), 128, axis=1))
+
+
+@pytest.mark.parametrize(("path", "value", "words"), [
+    (("weights", "num_bits"), 8, ["weights.num_bits = 8", "4"]), (("weights", "type"), "float", ["weights.type", "'float'"]),
+    (("weights", "strategy"), "tensor", ["weights.strategy", "'tensor'"]),
+    (("weights", "group_size"), 16, ["group_size = 16"]),
+    (("weights", "dynamic"), True, ["weights.dynamic"]), (("weights", "surprise"), 1, ["weights.surprise"]),
+    (("format",), "float-quantized", ["group_0.format", "'pack-quantized'"]),
+])
+def test_parts_of_compressed_tensors_are_refused(tmp_path: Path, path: tuple[str, ...], value: Any,
+                                                 words: list[str]) -> None:
+    write_int4_checkpoint(tmp_path / "m", "compressed", **SIZES)
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    inner = config["quantization_config"]["config_groups"]["group_0"]
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    write_json(tmp_path / "m/config.json", config)
+    with pytest.raises(ConfigError) as caught:
+        open_checkpoint(tmp_path / "m")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_groups_of_different_sizes_are_refused(tmp_path: Path) -> None:
+    write_int4_checkpoint(tmp_path / "m", "compressed", **SIZES)
+    groups = json.loads((tmp_path / "m/config.json").read_text())["quantization_config"]["config_groups"]
+    other = {**groups["group_0"], "weights": {**groups["group_0"]["weights"], "group_size": 64}}
+    configure(tmp_path / "m", config_groups={**groups, "group_1": other})
+    with pytest.raises(ConfigError, match=r"config_groups have \[64, 128\] group sizes"):
+        open_checkpoint(tmp_path / "m")
+
+
 @pytest.mark.parametrize("group", [128, 256])
 def test_longer_groups_are_repeated(tmp_path: Path, group: int) -> None:
     plain, _ = write_int4_checkpoint(tmp_path / "m", "awq", group=group, **{**SIZES, "intermediate_size": 512})
@@ -109,7 +149,7 @@ def test_odd_columns_need_float16_scales(tmp_path: Path) -> None:
                                     for name, value in stored.items()})
     assert open_checkpoint(tmp_path / "m").tensors[f"{LAYER}.weight"].format.name == "q4_128"
     change(tmp_path / "m", stored, {f"{LAYER}.scales": np.full_like(stored[f"{LAYER}.scales"], 1e-30)})
-    with pytest.raises(CheckpointError, match="no float16 numbers, and 72 inputs"):
+    with pytest.raises(CheckpointError, match="what float16 does not, and 72 inputs"):
         open_checkpoint(tmp_path / "m")
 
 
@@ -160,7 +200,7 @@ def test_schemes_that_are_refused(tmp_path: Path, kind: str, keys: dict[str, Any
         assert word in str(caught.value)
 
 
-Q = LAYER + "."
+Q, P = LAYER + ".", LAYER + ".weight_"
 ORDER = np.random.default_rng(0).permutation(np.arange(256) // 128).astype(np.int32)
 
 
@@ -175,6 +215,10 @@ ORDER = np.random.default_rng(0).permutation(np.arange(256) // 128).astype(np.in
     ("awq", {Q + "qweight": np.ones((200, 32), np.int32)}, [Q + "qweight", "200 inputs", "multiples of 128"]),
     ("gptq", {Q + "g_idx": ORDER}, [Q + "g_idx", "desc_act"]),
     ("gptq", {Q + "g_idx": ORDER[:9]}, [Q + "g_idx is I32[9]", "I32[256]"]),
+    ("compressed", {P + "scale": None}, [P + "packed", P + "scale", "incomplete"]),
+    ("compressed", {P + "scale": np.ones((2, 256), np.float16)}, [P + "scale is F16[2, 256]", "[256, 2]"]),
+    ("compressed", {P + "zero_point": np.ones((2, 32), np.int32)}, [P + "zero_point", "[32, 2]"]),
+    ("compressed", {P + "g_idx": ORDER}, [P + "g_idx", "desc_act"]),
     ("awq", {Q + "weight": np.ones((256, 256), np.float16)}, ["stored twice"]),
     ("awq", {Q + "qweight": np.ones((256, 16), np.int32), Q + "qzeros": np.ones((2, 16), np.int32),
              Q + "scales": np.ones((2, 128), np.float16)}, [Q + "weight is [128, 256]", "expected [256, 256]"]),
