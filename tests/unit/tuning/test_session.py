@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relaxpack.dist.tuning.store import open_store
+from relaxpack.errors import EnvironmentProblem
+from relaxpack.schedules.tuning import metaschedule
 from relaxpack.schedules.tuning.family import Part
-from relaxpack.schedules.tuning.space import SearchSpace
+from relaxpack.schedules.tuning.space import ListedSpace, SearchSpace
 from relaxpack.target import TargetSpec
 from relaxpack.tuning.rounds import Rounds
 from relaxpack.tuning.session import Limits, Outcome, TuningSession, decide, shares
@@ -18,13 +21,14 @@ from relaxpack.tuning.tasks import Task
 from relaxpack.tuning.trial_log import TrialLog
 from relaxpack.tuning.worker import CandidateFailed
 from relaxpack.tuning_record import Workload, digest
-from tests.helpers.tuning_records import COMPILER, CPU
+from relaxpack.tvm_records import primfunc_workload
+from tests.helpers.tuning_records import COMPILER, CPU, doubling
 
 TARGET = TargetSpec("cpu", "znver5", ("avx2", "fma"), 2)
 SPACE = SearchSpace({"a": tuple(range(12))}, {"a": 0})
 
 
-def task(name: str = "linear", weight: float = 1.0, space: SearchSpace = SPACE, roofline: float = 1.0) -> Task:
+def task(name: str = "linear", weight: float = 1.0, space: SearchSpace | ListedSpace = SPACE, roofline: float = 1.0) -> Task:
     return Task(name, Workload.kernel("family", {"name": name}, name), 4, weight, roofline, Part(1, None, space), "shape")
 
 
@@ -205,3 +209,40 @@ def test_what_the_machine_mistakes_for_a_difference_is_no_gain() -> None:
     assert calm[0] == 2 and shaky[0] == 0 and "the same kernel measured twice differs by 6.0%" in shaky[1].why
     assert decide([rounds(100), rounds(94), rounds(90)], same=False)[0] == 2      # a record and the rule may differ
     assert decide([rounds(100), rounds(94), rounds(80)], same=True)[0] == 2
+
+
+def test_a_task_may_ask_for_more_than_the_noise(tmp_path: Path) -> None:
+    """And is measured as a build has it, which its record does not say."""
+    class Asked(Pretending):
+        def build(self, workload: Workload, choice: Mapping[str, Any]) -> str:
+            names.append(workload.name)
+            return super().build(workload, choice)
+
+    names: list[str] = []
+    asked = Workload.kernel("family", {"name": "with norm"}, "with norm")
+    outcome, = run(tmp_path, Asked(lambda a: 100.0 - a / 4), replace(task(), asked=asked, least_gain=0.03))
+    assert outcome.state == "kept" and outcome.why == "faster by 2.7%, 3% needed" and set(names) == {"with norm"}
+    one, = records(tmp_path)
+    assert one.workload.name == "linear" and one.choice["parameters"] == {} and "norm" in one.conditions
+
+
+def test_the_choice_of_a_library_is_stored_as_one(tmp_path: Path) -> None:
+    space = ListedSpace(({"a": 1}, {"a": 2, "library": "cublaslt"}), {"a": 0})
+    run(tmp_path, Pretending(lambda a: 100.0 - 20 * a), task(space=space))
+    one, = records(tmp_path)
+    assert one.choice == {"kind": "library", "library": "cublaslt", "parameters": {"a": 2}}
+
+
+def test_missing_packages_of_metaschedule_cost_its_tasks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*arguments: Any, **more: Any) -> None:
+        raise EnvironmentProblem("MetaSchedule's search needs xgboost")
+
+    monkeypatch.setattr(metaschedule, "search", missing)
+    function = Task("doubling", primfunc_workload(doubling(), "doubling"), None, 1.0, 1.0, None, "")
+
+    class Traced(Pretending):
+        def build(self, workload: Workload, choice: Mapping[str, Any]) -> str:
+            return "0" if choice["kind"] == "trace" else super().build(workload, choice)
+
+    left, tuned = run(tmp_path, Traced(), function, task())
+    assert (left.state, left.why) == ("failed", "MetaSchedule's search needs xgboost") and tuned.state == "improved"
