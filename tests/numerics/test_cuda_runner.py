@@ -6,6 +6,7 @@ finite.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack.kernel_spec import counts_width
+from relaxpack.model_info import FP8
 from relaxpack.passes.specialize_buckets import decode_buckets
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.runtime import cuda_memory
@@ -23,6 +25,7 @@ from relaxpack.runtime.kv_cache.storage import page_bytes
 from relaxpack.runtime.sampler import NOT_FINITE
 from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.step_plan import SequenceStep, StepPlan
+from relaxpack.runtime.vm import Library
 from tests.helpers import graph_stand_ins
 from tests.helpers.captured_model import CapturedModel, build, host_memory, runner
 
@@ -230,3 +233,19 @@ def test_pages_get_what_weights_and_arena_leave(model: CapturedModel, monkeypatc
     host_memory(monkeypatch, free=20 * 2048 + 2 * 4096 + counts)
     made, _ = runner(model, num_pages=None, memory={"arena_bytes": 4096})  # type: ignore[arg-type]
     assert page_bytes(model.info) == 1024 and made.num_pages == int(20 * 2048 * 0.95) // 1024 == 38
+
+
+def test_e4m3_pages_are_bytes_and_four_times_as_many_as_float32_ones(model: CapturedModel,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = 4 * LIMITS.max_batch * counts_width(model.info.vocab_size)
+    host_memory(monkeypatch, free=20 * 2048 + 2 * 4096 + counts)
+    info = replace(model.info, kv_dtype=FP8)
+    graph_stand_ins.install()
+    made = CudaModelRunner(Library(model.path, tvm.cpu(), model.parameters, True), info, tvm.cpu(), model.buckets, None,
+                           functions=model.functions, memory={"arena_bytes": 4096})
+    wanted = LIMITS.max_batch * model.info.max_pages_per_sequence + 1
+    assert page_bytes(info) == 256 and made.num_pages == min(int(20 * 2048 * 0.95) // 256, wanted)
+    assert made.plan.pages == made.num_pages and made.read_pages([0, 1]).nbytes == 2 * 256
+    pages = np.random.default_rng(0).integers(0, 256, made.read_pages([0, 1]).shape).astype(np.uint8)
+    made.write_pages([3, 5], pages)
+    np.testing.assert_array_equal(made.read_pages([5, 3]), pages[::-1])

@@ -60,8 +60,8 @@ def shared_bytes(spec: AttentionSpec, tuning: PrefillTuning) -> int:
 def default_tuning(spec: AttentionSpec, arch: str) -> PrefillTuning:
     # 32 rows a warp read each key half as often; on the newest cards ptxas needs the registers of the narrower one.
     wide = spec.head_dim > 128 or (spec.head_dim > 64 and arch in ("sm_100a", "sm_120"))
-    for tuning in (PrefillTuning(8, 1, 64) if wide else PrefillTuning(4, 2, 32), PrefillTuning(8, 1, 32),
-                   PrefillTuning(4, 1, 32), PrefillTuning(4, 1, 16)):
+    first = PrefillTuning(8, 1, 64) if wide else PrefillTuning(4, 2, 64 if spec.fp8 and spec.head_dim <= 64 else 32)
+    for tuning in (first, PrefillTuning(8, 1, 32), PrefillTuning(4, 1, 32), PrefillTuning(4, 1, 16)):
         if shared_bytes(spec, tuning) <= LIMITS[arch][0] * 1024:
             return tuning
     raise CompileError(f"prefill attention: head_dim {spec.head_dim} does not fit the shared memory of {arch}")
