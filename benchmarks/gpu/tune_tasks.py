@@ -132,19 +132,22 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
     if family == "gemm_few_quant":
         return rows > 8 and choice["split"] == 8
     if family == "gemm_row_quant":
-        return True
+        return choice["unroll"] == choice["columns"] and choice["warps"] >= 7
+    if rows == 1 and spec.weight.bits == 4:             # gemm_row_quant is far ahead
+        return False
     if family == "gemm_rows_bulk":
-        return rows <= 32
+        return rows <= 16 and choice["unroll"] == 2 and choice["stages"] in (2, 4)
     if family == "gemm_mixed":
         return rows <= 128 and choice["blocks_per_sm"] == 1
     if family == "gemm_rows_quant":
         strips = choice.get("strips", 1)
-        if rows > 8:
-            return (choice["warps"], choice["unroll"]) in {(8, 1), (8, 2), (16, 1), (16, 2)} and not choice.get("ahead")
-        likely = {(4, 2), (4, 4), (8, 1)} if strips > 1 else {(8, 2), (8, 4), (16, 1), (16, 2)}
+        if rows > 8:                                    # beyond 16, gemm_few_bulk and gemm_mixed are far ahead
+            good = {(8, 1), (8, 2), (16, 1)}
+            return rows <= 16 and (choice["warps"], choice["unroll"]) in good and not choice.get("ahead")
+        likely = {(8, 1)} if strips > 1 else {(8, 2), (16, 1), (16, 2)}
         return (choice["warps"], choice["unroll"]) in likely
     if family == "gemm_many":
-        if rows <= 64 and spec.weight.quantized:
+        if spec.weight.quantized and (rows <= 64 or choice.get("cluster") == 2 or "group_m" in choice):
             return False
         return rows < 1024 or (bool(choice.get("skew")) and (choice["cluster"] == 1 or "group_m" not in choice))
     return choice.get("algorithm", 0) < (6 if rows >= 64 else 3)
