@@ -13,7 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Machine:
-    """`bandwidth` in bytes/s, `peak` in FLOP/s of the activations' dtype; `origin` says where the numbers are from."""
+    """`bandwidth` in bytes/s, `peak` in FLOP/s of the activations' dtype, half of that of fp8; `origin` says where the
+    numbers are from."""
 
     name: str
     bandwidth: float
@@ -91,8 +92,9 @@ def step_costs(calls: Iterable[Mapping[str, Any]], sources: Mapping[str, str], m
         keys = context * call["context_bytes"] * (1 if shared else count)
         moved = call["weight_bytes"] + count * call["row_bytes"] + keys
         flops = count * (call["row_flops"] + context * call["context_flops"] // (2 if shared else 1))
+        peak = machine.peak * (2 if call["shape"].startswith("uint8[") else 1)      # both operands are fp8
         costs.append(KernelCost(call["kernel"], call["operation"], call["shape"], sources.get(call["kernel"], "?"),
-                                moved, flops, max(moved / machine.bandwidth, flops / machine.peak)))
+                                moved, flops, max(moved / machine.bandwidth, flops / peak)))
     return costs
 
 

@@ -4,6 +4,7 @@ format. The numbers that stand behind the bounds are in docs/accuracy.md.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from safetensors.numpy import save_file
 from relaxpack.compile import BuildOptions, build_bundle
 from relaxpack.llm import LLM
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
+from relaxpack.relax_models.quantize import quantize
 from relaxpack.runtime.load import LoadedModel, load_model
-from relaxpack.weight_format import QuantizedTensor
+from relaxpack.weight_format import FORMATS, QuantizedTensor
 from relaxpack.weights import choose_formats
 from tests.helpers.numerics import decode_logits, greedy_batch, kl_divergence, log_softmax, prefill_logits, run, tapes
 from tests.helpers.prompts import PROMPTS
@@ -228,6 +230,43 @@ def test_drift_of_e4m3_pages(told: Told, tmp_path: Path, record_property: Callab
         print("e4m3 pages", "decode" if decode else "prefill", found)
         assert found.mean_kl <= KV_BOUND.mean_kl and found.max_kl <= KV_BOUND.max_kl
         assert found.top1 >= KV_BOUND.top1 and found.top20 <= KV_BOUND.top20
+
+
+def test_what_rounding_activations_to_fp8_costs(transformers_model: Any,
+                                                record_property: Callable[[str, object], None]) -> None:
+    """By transformers in float32, on prompts: the layers' weights in fp8, then what goes into their products, too, as
+    `--activations fp8` rounds it (schedules/kernels/cuda/quantize_rows.py)."""
+    import tokenizers
+    import torch
+
+    tokenizer = tokenizers.Tokenizer.from_str(open_checkpoint("smollm2").assets.files["tokenizer.json"].decode())
+    prompts = [tokenizer.encode(PROMPTS[name], add_special_tokens=False).ids[:200] for name in DRIFT_PROMPTS]
+    model = copy.deepcopy(transformers_model)
+
+    def logits() -> np.ndarray:
+        with torch.inference_mode():
+            return np.concatenate([model(torch.tensor([ids])).logits[0].numpy() for ids in prompts])
+
+    def rounded(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        largest = inputs[0].abs().amax(-1, keepdim=True).clamp(min=2.0**-110)
+        codes = (inputs[0] * (448 / largest)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return (codes.float() * (largest / 448),)
+
+    told = [logits()]
+    linears = [module for name, module in model.named_modules()
+               if isinstance(module, torch.nn.Linear) and ".layers." in name]
+    for module in linears:
+        weight = quantize(module.weight.detach().numpy(), FORMATS["fp8"]).dequantize()
+        module.weight = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
+    told.append(logits())
+    for module in linears:
+        module.register_forward_pre_hook(rounded)
+    told.append(logits())
+    for name, before, mean, largest in (("with weights", 0, 0.06, 1.4), ("alone", 1, 0.025, 0.55)):
+        found = drift(told[before], told[2])
+        record_property(name, found)
+        print("fp8 activations", name, found)
+        assert found.mean_kl <= mean and found.max_kl <= largest and found.top1 >= 0.87
 
 
 @pytest.mark.parametrize("weights", ["q4", "q8", "fp8"])

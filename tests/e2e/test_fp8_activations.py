@@ -77,4 +77,7 @@ def test_a_bundle_says_it(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert run(["inspect", str(built.path)]) == 0
     assert "bfloat16 (fp8)," in capsys.readouterr().out
     assert run(["explain", str(built.path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["activations"] == "fp8"
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["activations"] == "fp8"
+    costs = {kernel["kernel"]: kernel for kernel in explained["prefill"]["kernels"] if sources[kernel["kernel"]] == SOURCE}
+    assert costs and all((cost["flops"] > 0) == name.startswith("gemm") for name, cost in costs.items())
