@@ -40,9 +40,11 @@ def make(variant: dict[str, Any]) -> Any:
     """Variant → PrimFunc named by it."""
     from relaxpack.schedules.kernels.cuda.dequantize import dequantize
     from relaxpack.schedules.kernels.cuda.gemm_few import gemm_few
+    from relaxpack.schedules.kernels.cuda.gemm_few_bulk import gemm_few_bulk
     from relaxpack.schedules.kernels.cuda.gemm_few_quant import gemm_few_quant
     from relaxpack.schedules.kernels.cuda.gemm_many import gemm_many
     from relaxpack.schedules.kernels.cuda.gemm_mixed import gemm_mixed
+    from relaxpack.schedules.kernels.cuda.gemm_row_quant import gemm_row_quant
     from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
     from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
     from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
@@ -59,7 +61,8 @@ def make(variant: dict[str, Any]) -> Any:
     family, name = variant["family"], variant["name"]
     if family == "dequantize":
         return dequantize(n, k, FORMATS[variant["weight"]], dtype, name=name)
-    quantised = {"quant": gemm_rows_quant, "few_quant": gemm_few_quant, "rows_bulk": gemm_rows_bulk, "mixed": gemm_mixed}
+    quantised = {"quant": gemm_rows_quant, "few_quant": gemm_few_quant, "rows_bulk": gemm_rows_bulk, "mixed": gemm_mixed,
+                 "few_bulk": gemm_few_bulk, "row_quant": gemm_row_quant}
     if family in quantised:
         return quantised[family](n, k, FORMATS[variant["weight"]], dtype, out_dtype, name=name, **options)
     if family == "norm":

@@ -20,11 +20,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.kernels_matmul import TOLERANCE, Bench, compile_parts, exact, spilling
-from benchmarks.gpu.matmul_variants import LINEARS, MULTIPROCESSORS
+from benchmarks.gpu.matmul_variants import LINEARS
 
 PER_MODULE = 16
 CHAIN_PARTS = ("qkv", "o", "gate_up", "down")
 CHAIN_LAYERS = 8
+SAME = 6e-3             # a bf16 result against the weight rounded to bf16
 
 
 def variant(family: str, linear: str, weight: str | None, rows: tuple[int, ...], *, dtype: str = "bfloat16",
@@ -80,7 +81,19 @@ def check_variants() -> list[dict[str, Any]]:
     for weight in ("q4_0", "q4_1", "q4_k", "q4_128", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "fp8", "fp8_block"):
         convert = {"convert": True} if weight.startswith("fp8") else {}
         pdl = {"dependent_launch": True}
+        if weight in ("q4_0", "q4_1", "q4_k"):
+            found += [variant("row", "check", weight, (), shape=(1072, 1088), check=few[:5], out_dtype="float32", **pdl),
+                      variant("row", "check", weight, (), shape=(1072, 2048), check=few[:5], out_dtype="float32", columns=2,
+                              dtype="float16", warps=4, unroll=2, ahead=True, bias=True, glu="swiglu", residual=True, **pdl)]
         found += [
+            variant("fewbulk", "check", weight, (), shape=(1072, 576), check=few, out_dtype="float32", columns=16),
+            variant("fewbulk", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=64, warps=3,
+                    groups=2, split=3, residual=True, scaled=True, **pdl),
+            variant("fewbulk", "check", weight, (), shape=(1072, 1088), check=few, dtype="float16", out_dtype="float32",
+                    columns=32, warps=3, strips=1, groups=2, split=4, blocks_per_sm=2, bias=True, glu="swiglu", **pdl,
+                    **convert),
+            variant("fewbulk", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=24, warps=7,
+                    strips=2, groups=1, glu="swiglu", bias=True, residual=True, **pdl),
             variant("mixed", "check", weight, (), shape=(1072, 576), check=few, out_dtype="float32", columns=16),
             variant("mixed", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=64, strips=2,
                     split=3, blocks_per_sm=1, residual=True, **pdl),
@@ -98,73 +111,59 @@ def check_variants() -> list[dict[str, Any]]:
     return found
 
 
+# warps, strips, groups, split, blocks_per_sm of gemm_few_bulk, by matmul and rows of x (at most)
+FEW_BULK = {
+    ("8b.gate_up", 16): [(4, 2, 2, 1, 2), (4, 2, 1, 1, 2), (7, 2, 3, 1, 1)],
+    ("8b.gate_up", 32): [(4, 2, 1, 1, 2)],
+    ("8b.qkv", 16): [(3, 1, 5, 1, 1), (3, 1, 7, 1, 1), (1, 3, 7, 1, 1), (1, 3, 11, 1, 1)],
+    ("8b.qkv", 32): [(3, 1, 5, 1, 1), (3, 1, 7, 1, 1)],
+    ("8b.qkv", 64): [(3, 1, 5, 1, 1), (3, 1, 4, 1, 1)],
+    ("8b.o", 16): [(2, 1, 7, 1, 1), (2, 1, 11, 1, 1), (2, 2, 5, 2, 1)],
+    ("8b.o", 32): [(2, 2, 3, 2, 1), (2, 1, 7, 1, 1)],
+    ("8b.o", 64): [(2, 1, 5, 1, 1), (2, 1, 6, 1, 1), (4, 1, 3, 2, 1), (2, 2, 3, 2, 1)],
+    ("8b.down", 16): [(4, 2, 1, 4, 2), (2, 1, 11, 1, 1), (2, 1, 7, 1, 1), (2, 2, 7, 2, 1), (4, 1, 5, 2, 1), (4, 2, 2, 4, 2)],
+    ("8b.down", 32): [(2, 2, 3, 2, 1), (2, 1, 7, 1, 1), (4, 1, 3, 2, 1)],
+    ("8b.down", 64): [(2, 2, 3, 2, 1), (2, 1, 6, 1, 1), (4, 1, 3, 2, 1)]}
+
+
+def few_bulk_variants(linear: str, weight: str, columns: int) -> list[dict[str, Any]]:
+    shapes = FEW_BULK.get((linear, columns), [])
+    return [variant("fewbulk", linear, weight, (columns,), columns=columns, warps=w, strips=r, groups=g, split=s,
+                    blocks_per_sm=b, scaled=scaled, dependent_launch=True)
+            for w, r, g, s, b in (shapes if weight == "q4_0" else shapes[:2] if columns == 16 else shapes[:3:2])
+            for scaled in ((True, False) if columns == 64 and weight == "q4_0" else (columns == 64,))]
+
+
 def row_variants(linear: str, weight: str) -> list[dict[str, Any]]:
-    """1 to 8 rows."""
-    _, k, _ = LINEARS[linear]
-    rows, pdl = (1, 2, 4, 8), {"dependent_launch": True}
-    main = weight in ("q4_0", "q4_1")
-    found = [variant("rows", linear, weight, rows, warps=w, unroll=u, ahead=a, **pdl)
-             for w, u, a in ((16, 2, True), (8, 2, False), *(((16, 4, False), (8, 4, False)) if main else ()))]
-    bulk = [(8, 4, 2, 3), (8, 2, 4, 3), (16, 4, 1, 2)]
-    if main:
-        bulk += [(8, 4, 2, 4), (4, 4, 4, 4), (16, 2, 2, 2)]
-    if k > 8192:
-        bulk += [(8, 4, 4, 3), (16, 4, 2, 2), (8, 2, 8, 3)]
-    found += [variant("bulk", linear, weight, rows, warps=w, unroll=u, stages=s, blocks_per_sm=b, **pdl)
-              for w, u, s, b in bulk]
-    return found + mixed_variants(linear, weight, 8, rows, full=False)
+    """1 to 4 rows: eight rows as columns of the product against fewer rows times groups."""
+    from relaxpack.schedules.kernels.cuda.linear import rows_tiling
+    from relaxpack.schedules.kernels.cuda.quantized_tilings import row_tiling
+    from relaxpack.weight_format import FORMATS
 
-
-def mixed_variants(linear: str, weight: str, columns: int, rows: tuple[int, ...], full: bool) -> list[dict[str, Any]]:
     n, k, _ = LINEARS[linear]
-    shapes = {8: [(2, 1, 2), (1, 1, 2)], 16: [(2, 1, 2), (2, 2, 1), (1, 1, 2)], 32: [(2, 1, 2), (2, 2, 1), (4, 1, 1)],
-              64: [(2, 1, 1), (2, 2, 1), (4, 1, 1)], 128: [(2, 1, 1)], 256: [(2, 1, 1)]}[columns]
-    found = []
-    for consumers, strips, per_sm in shapes if full else shapes[:1]:
-        blocks, slots = -(-n // (64 * consumers * strips)), MULTIPROCESSORS * per_sm
-        splits = [s for s in (1, 2, 3, 4, 6, 8)
-                  if s == 1 or (0.4 * slots < blocks * s <= 1.1 * slots and k // 128 // s >= 4)]
-        splits = [s for s in splits if s > 1 or blocks >= 0.4 * slots] or splits[-1:]
-        found += [variant("mixed", linear, weight, rows, columns=columns, consumers=consumers, strips=strips, split=split,
-                          blocks_per_sm=per_sm, dependent_launch=True) for split in (splits if full else splits[-1:])]
-    return found
+    row = [variant("row", linear, weight, (rows,), dependent_launch=True, **row_tiling(n, k, rows)) for rows in (1, 2, 4)]
+    return [variant("rows", linear, weight, (1, 2, 4), dependent_launch=True, columns=8,
+                    **rows_tiling(n, k, FORMATS[weight])), *row]
 
 
 def timed_variants() -> list[dict[str, Any]]:
+    from relaxpack.schedules.kernels.cuda.quantized_tilings import mixed_tiling
+    from relaxpack.weight_format import FORMATS
+
     found = []
-    for linear in ("8b.gate_up", "8b.o", "8b.down", "8b.qkv", "8b.head"):
-        for weight in ("q4_0", "q4_1", "q8_0", "fp8", "q6_k", "q4_k"):
-            if weight in ("q6_k", "q4_k") and linear not in ("8b.gate_up", "8b.head"):
-                continue
-            if weight in ("q8_0", "fp8", "q4_1", "q4_k") and linear == "8b.head":
-                continue
-            found += row_variants(linear, weight)
-            main = weight == "q4_0"
-            for columns in (16, 32, 64, 128):
-                found += mixed_variants(linear, weight, columns, (columns,), full=main)
-            if weight in ("q4_0", "q4_1") and linear != "8b.head":
-                found += mixed_variants(linear, weight, 128, (128, 256, 512, 1024), full=False)
-                found += mixed_variants(linear, weight, 256, (256, 512, 1024, 2048), full=False)
-            if main:
-                found += [planned(linear, weight, rows) for rows in (16, 32, 64)]
-        if linear != "8b.head":
-            found += [planned(linear, None, rows) for rows in (128, 256, 512, 1024, 2048)]
-        found.append(variant("dequantize", linear, "q4_0", (0,)))
+    for linear in ("8b.gate_up", "8b.o", "8b.down", "8b.qkv"):
+        n, k, _ = LINEARS[linear]
+        for weight in ("q4_0", "q4_1", "q4_128", "q8_0", "fp8"):
+            found.append(variant("dequantize", linear, weight, (0,)))
+            if weight in ("q4_0", "q4_1"):
+                found += row_variants(linear, weight)
+            for columns in (16, 32, 64) if weight == "q4_0" else (16, 64):
+                found += few_bulk_variants(linear, weight, columns)
+                found.append(variant("mixed", linear, weight, (columns,), dependent_launch=True,
+                                     **mixed_tiling(n, k, columns, FORMATS[weight])))
+        found += [variant("bulk", linear, "q4_0", (16,), columns=16, warps=w, unroll=u, stages=s, blocks_per_sm=b,
+                          dependent_launch=True) for w, u, s, b in ((8, 2, 4, 2), (16, 2, 2, 1)) if n <= 8192]
     return found
-
-
-def planned(linear: str, weight: str | None, rows: int) -> dict[str, Any]:
-    """What the rules pick without the kernels compared here."""
-    from relaxpack.schedules.kernels.cuda.linear import hopper_plan
-
-    n, k, gated = LINEARS[linear]
-    if weight is None:
-        family, options = hopper_plan(n, k, rows, gated)
-        return variant(family.removeprefix("gemm_"), linear, None, (rows,), dependent_launch=True, **options)
-    strips = 2 if n >= 8192 else 1
-    split = max(1, min(8, 128 // -(-n // (128 * strips)), k // 64 // 4))
-    return variant("few_quant", linear, weight, (rows,), columns=rows, strips=strips, warps=8, split=split,
-                   dependent_launch=True)
 
 
 def all_variants() -> list[dict[str, Any]]:
@@ -181,10 +180,9 @@ def all_variants() -> list[dict[str, Any]]:
 def make(v: dict[str, Any]) -> Any:
     from relaxpack.kernel_spec import NormSpec
     from relaxpack.schedules.kernels.cuda.dequantize import dequantize
-    from relaxpack.schedules.kernels.cuda.gemm_few import gemm_few
-    from relaxpack.schedules.kernels.cuda.gemm_few_quant import gemm_few_quant
-    from relaxpack.schedules.kernels.cuda.gemm_many import gemm_many
+    from relaxpack.schedules.kernels.cuda.gemm_few_bulk import gemm_few_bulk
     from relaxpack.schedules.kernels.cuda.gemm_mixed import gemm_mixed
+    from relaxpack.schedules.kernels.cuda.gemm_row_quant import gemm_row_quant
     from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
     from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
     from relaxpack.schedules.kernels.cuda.norm import norm
@@ -195,10 +193,8 @@ def make(v: dict[str, Any]) -> Any:
         return norm(NormSpec(k, 1e-5, v["dtype"], True), dependent_launch=True, name=name)
     if v["family"] == "dequantize":
         return dequantize(n, k, FORMATS[v["weight"]], v["dtype"], name=name)
-    if v["weight"] is None:
-        maker = {"few": gemm_few, "many": gemm_many}[v["family"]]
-        return maker(n, k, v["dtype"], v["out_dtype"], name=name, **v["options"])
-    quantised = {"rows": gemm_rows_quant, "bulk": gemm_rows_bulk, "mixed": gemm_mixed, "few_quant": gemm_few_quant}
+    quantised = {"rows": gemm_rows_quant, "bulk": gemm_rows_bulk, "mixed": gemm_mixed, "fewbulk": gemm_few_bulk,
+                 "row": gemm_row_quant}
     return quantised[v["family"]](n, k, FORMATS[v["weight"]], v["dtype"], v["out_dtype"], name=name, **v["options"])
 
 
@@ -214,8 +210,14 @@ def build(folder: Path, variants: list[dict[str, Any]]) -> None:
 class QuantisedBench(Bench):
     """`Bench` whose references know what `mixed` kernels make of a weight."""
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.plain: dict[Any, Any] = {}         # the unpacked weight of what is measured
+        self.compared: list[dict[str, Any]] = []
+
     def reference(self, v: dict[str, Any], canonical: Any, x: Any, bias: Any, residual: Any) -> Any:
-        plain = scaled_weights(canonical, v["dtype"]) if v["family"] == "mixed" else canonical.dequantize()
+        scaled = v["family"] == "mixed" or v["options"].get("scaled")
+        plain = scaled_weights(canonical, v["dtype"]) if scaled else canonical.dequantize()
         return exact(x, self.torch.from_numpy(plain).cuda(), bias, residual, bool(v["options"].get("glu")), in_order=False)
 
     def check(self, variant: dict[str, Any]) -> list[dict[str, Any]]:
@@ -240,8 +242,29 @@ class QuantisedBench(Bench):
         return found
 
     def measure(self, variant: dict[str, Any]) -> list[dict[str, Any]]:
-        options = {**variant["options"], "swiglu": bool(variant["options"].get("glu"))}
-        return super().measure({**variant, "options": options})
+        """A kernel whose result is not what the unpacked weight (16 bits) gives is not timed."""
+        gated = LINEARS[variant["linear"]][2]
+        variant = {**variant, "options": {**variant["options"], "swiglu": gated}}
+        key = (variant["linear"], variant["weight"])
+        found: list[dict[str, Any]] = super().measure(variant | {"rows": variant["rows"] if variant["rows"] == [0] else []})
+        if variant["rows"] == [0]:
+            n, k, weight = variant["n"], variant["k"], self.weights[key][0]
+            self.plain = {key: self.torch.empty((n, k), device="cuda", dtype=self.torch.bfloat16)}
+            self.kernel(variant)(*[self.view(c) for c in weight], self.plain[key])
+            return found
+        for t in variant["rows"]:
+            x = self.random((t, variant["k"]), variant["dtype"])
+            y = self.torch.full((t, variant["n"] // 2 if gated else variant["n"]), float("nan"), device="cuda",
+                                dtype=getattr(self.torch, variant["out_dtype"]))
+            self.kernel(variant)(x, *[self.view(c) for c in self.weights[key][0]], y)
+            if key in self.plain:
+                z = exact(x, self.plain[key], None, None, gated, in_order=True)
+                error = float((y.double() - z).norm() / z.norm())
+                good = error < SAME
+                self.compared.append({"name": variant["name"], "t": t, "error": error, "ok": good, "same_again": True})
+                if good:
+                    found += super().measure(variant | {"rows": [t]})
+        return found
 
     def chains(self, index: list[dict[str, Any]], weight: str) -> list[dict[str, Any]]:
         """One 8B layer's norms and matmuls, dependent launch, each kernel reading what the one before wrote: for every
@@ -282,8 +305,7 @@ TIMES: dict[tuple[str, int], float] = {}          # variant name, rows → us
 def chain_choices(index: list[dict[str, Any]], weight: str) -> list[tuple[int, dict[str, dict[str, str]]]]:
     """Row count → label → kernel by part: the best of each family and of all."""
     found = []
-    for rows, families in ((1, ("rows", "bulk", "mixed")), (8, ("rows", "bulk", "mixed")), (16, ("few_quant", "mixed")),
-                           (64, ("few_quant", "mixed"))):
+    for rows, families in ((16, ("fewbulk", "mixed")), (64, ("fewbulk", "mixed"))):
         choices = {}
         for label in (*families, "best"):
             wanted = families if label == "best" else (label,)
@@ -348,6 +370,9 @@ def run(folder: Path, out: Path, limit: float) -> int:
         if time.time() - started < limit:
             attempt(f"cublas {linear}", lambda linear=linear, n=n, k=k, seen=seen: result["times"].extend(
                 bench.cublas(linear, n, k, sorted(seen))))
+    result["checks"] += bench.compared
+    bad = [c for c in result["checks"] if not c["ok"] or not c["same_again"]]
+    print(f"{len(result['checks'])} checks, {len(bad)} bad", [(c["name"], c["error"]) for c in bad][:20])
     for weight in ("q4_1", "q4_0", "q4_128"):
         if time.time() - started < limit:
             attempt(f"chain {weight}", lambda weight=weight: result["chains"].extend(bench.chains(index, weight)))

@@ -16,6 +16,7 @@ from relaxpack.schedules.kernels.cuda.codes_fp8 import can_convert
 from relaxpack.schedules.kernels.cuda.common import by_rows, linear_func
 from relaxpack.schedules.kernels.cuda.dequantize import dequantize
 from relaxpack.schedules.kernels.cuda.gemm_few import few_body
+from relaxpack.schedules.kernels.cuda.gemm_few_bulk import gemm_few_bulk
 from relaxpack.schedules.kernels.cuda.gemm_few_quant import gemm_few_quant
 from relaxpack.schedules.kernels.cuda.gemm_many import many_body
 from relaxpack.schedules.kernels.cuda.gemm_mixed import gemm_mixed
@@ -27,7 +28,7 @@ from relaxpack.schedules.kernels.cuda.gemm_tiles import tiles_body
 from relaxpack.schedules.kernels.cuda.many_operands import e4m3_func
 from relaxpack.schedules.kernels.cuda.packing import weight_layout
 from relaxpack.schedules.kernels.cuda.quantize_rows import can_quantize, padded_columns, quantize_rows
-from relaxpack.schedules.kernels.cuda.quantized_tilings import bulk_tiling, mixed_tiling, row_tiling
+from relaxpack.schedules.kernels.cuda.quantized_tilings import bulk_tiling, quantized_few_tiling, row_tiling
 from relaxpack.weight_format import WeightFormat
 
 MULTIPROCESSORS = 132
@@ -48,7 +49,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], str]] = {
     "gemm_tiles": (tiles_body, "xy")}
 QUANTIZED_FAMILIES: dict[str, Callable[..., Any]] = {
     "gemm_row_quant": gemm_row_quant, "gemm_rows_quant": gemm_rows_quant, "gemm_rows_bulk": gemm_rows_bulk,
-    "gemm_few_quant": gemm_few_quant, "gemm_mixed": gemm_mixed}
+    "gemm_few_quant": gemm_few_quant, "gemm_few_bulk": gemm_few_bulk, "gemm_mixed": gemm_mixed}
 Plan = tuple[str, dict[str, int]]
 NORM_FAMILIES = ("gemm_rows", "gemm_row_quant")      # families that can have a norm inside
 # How the names of stages with a RowsEpilogue begin.
@@ -246,7 +247,7 @@ def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict
     if hopper and rows <= 8 and k >= 2048 and (weight.bits == 8 or weight.scale_dtype == "float32" or n > 65536):
         return "gemm_rows_bulk", bulk_tiling(n, k, rows, weight)
     if hopper and rows > 8 and _fits_tma(spec):
-        return "gemm_mixed", mixed_tiling(n, k, rows, weight)
+        return quantized_few_tiling(n, k, rows, weight)
     if rows <= 8 or weight.group_size == 16:
         columns, heavy = 8 if rows <= 8 else 16, weight.minimum == "stored" and weight.scale_dtype == "float32"
         if k < 2048:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from relaxpack.schedules.kernels.cuda.gemm_few_bulk import stages_that_fit
 from relaxpack.schedules.kernels.cuda.gemm_mixed import fits
 from relaxpack.weight_format import WHOLE_ROW, WeightFormat
 
@@ -29,7 +30,7 @@ def row_tiling(n: int, k: int, rows: int) -> Options:
         warps = max(range(12, 17), key=lambda w: (units / (ceildiv(units, w) * w), w))
         ahead, per_sm = False, 2
     else:
-        warps, ahead, per_sm = 8, True, 4 if n > 8192 else 2
+        warps, ahead, per_sm = 8, n <= 8192 or units > 16, 4 if n > 8192 else 2
     return {"columns": columns, "warps": warps, "unroll": columns, "ahead": ahead, "blocks_per_sm": per_sm}
 
 
@@ -48,6 +49,34 @@ def bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
     else:
         warps, unroll, stages, per_sm = 8, 2, 4, 3
     return {"columns": 8, "warps": warps, "unroll": unroll, "stages": stages, "blocks_per_sm": per_sm}
+
+
+def quantized_few_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> tuple[str, Options]:
+    """Kernel and tiling for 9 to 64 rows. gemm_few_bulk: one wave of blocks, each with all of K where that is short; its
+    groups of warps are as many as registers allow. gemm_mixed is the faster one for many weight rows and more than 32 rows
+    of x, and for up to 16 rows where K is long, but for q4_0, which gemm_rows_bulk multiplies fastest."""
+    columns, total = -(-rows // 8) * 8, ceildiv(n, 16)
+    if (rows > 32 and total > 4 * MULTIPROCESSORS) or (rows <= 16 and k > 8192):
+        if rows <= 16 and weight.bits == 4 and weight.minimum == "-8*scale":
+            return "gemm_rows_bulk", {"columns": 16, "warps": 8, "unroll": 2, "stages": 4, "blocks_per_sm": 2}
+        return "gemm_mixed", mixed_tiling(n, k, rows, weight)
+    strips, split, per_sm = 1, 1, 1
+    if total > 8 * MULTIPROCESSORS:
+        warps, strips, groups, per_sm = 4, 2, 2 if rows <= 16 else 1, 2
+    elif k > 8192 and total >= 128:
+        warps, groups, split = 4, 3, 2
+    else:
+        warps = ceildiv(total, MULTIPROCESSORS)
+        if warps == 3 and rows <= 16 and weight.bits == 4:
+            warps, strips, groups = 1, 3, 11
+        else:
+            if warps == 8:
+                warps, strips = 4, 2
+            groups = max(1, min((15 if rows <= 32 else 12) // warps, ceildiv(k, 256)))
+    while groups > 1 and stages_that_fit(weight, columns, warps, strips, groups, per_sm) < 2 * groups:
+        groups -= 1
+    return "gemm_few_bulk", {"columns": columns, "strips": strips, "warps": warps, "split": split, "blocks_per_sm": per_sm,
+                             "groups": groups, "scaled": rows > 32}
 
 
 def mixed_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
@@ -88,6 +117,26 @@ def row_tilings(k: int, rows: int) -> Iterator[Options]:
                     if threads // 32 >= warps and warps * flying <= units and flying * 20 <= 65536 // threads - 36:
                         yield {"columns": columns, "warps": warps, "unroll": unroll * columns, "ahead": ahead,
                                "blocks_per_sm": threads // 32 // warps}
+
+
+def few_bulk_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:
+    """gemm_few_bulk: one wave of blocks that fills most of the chip, every warp with enough of K, registers for its sums."""
+    columns = -(-rows // 8) * 8
+    for warps in (1, 2, 3, 4, 6, 7):
+        for strips in (1, 2, 3):
+            tiles = ceildiv(n, 16 * warps * strips)
+            for groups in (1, 2, 3, 5, 7):
+                for split in (1, 2, 4):
+                    for per_sm in (1, 2):
+                        threads = ceildiv(warps * groups + 1, 4) * 128 * per_sm
+                        blocks = tiles * split
+                        wave = blocks <= MULTIPROCESSORS * per_sm or (split == 1 and warps * strips >= 7)
+                        if (0.7 * MULTIPROCESSORS <= blocks and wave and k // 128 // split >= 2 * groups
+                                and 256 <= threads <= 1024 and strips * columns // 2 + 96 <= 65536 // threads
+                                and stages_that_fit(weight, columns, warps, strips, groups, per_sm) >= max(2 * groups, 3)):
+                            for scaled in (False, True) if rows > 16 else (False,):
+                                yield {"columns": columns, "strips": strips, "warps": warps, "split": split,
+                                       "blocks_per_sm": per_sm, "groups": groups, "scaled": scaled}
 
 
 def mixed_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:

@@ -12,29 +12,31 @@ from tvm.script import tirx as T
 
 class SplitEpilogue:
     """`finish` for tiles of `rows` weight rows (gate and up in blocks of 8 where gated) and `columns` rows of x, summed over
-    `split` blocks of a cluster by `threads` threads each."""
+    `split` blocks of a cluster by `threads` threads each; `groups` sets of partial sums, one behind the other, in each."""
 
     def __init__(self, dtype: str, out_dtype: str, *, out_features: int, rows: int, columns: int, split: int, threads: int,
-                 clustered: bool, bias: bool, residual: bool, glu: str | None) -> None:
+                 clustered: bool, bias: bool, residual: bool, glu: str | None, groups: int = 1) -> None:
         OUT, BM, NB, S, THREADS = out_features, rows, columns, split, threads
         gated = glu is not None
         BO = BM // 2 if gated else BM                   # outputs of a tile
         PITCH, PACK = BM + 4, pack(dtype)
+        G, SET = groups, NB * PITCH                     # sets of partial sums in each block
         self.pitch, self.outputs = PITCH, BO
 
         @T.inline
         def gather(v, target, partial, peers, offset):
-            """v[target .. target + 3] = sums over the cluster of four neighbouring partial sums, blocks in order. All loads
-            are issued before the first addition."""
-            if clustered:
-                for i in T.unroll(S):
+            """v[target .. target + 3] = sums over the cluster of four neighbouring partial sums, blocks and their sets in
+            order. All loads are issued before the first addition."""
+            for i in T.unroll(S * G):
+                if clustered:
                     T.ptx["ld.shared::cluster.v4.f32"](v[8 + i * 4], v[9 + i * 4], v[10 + i * 4], v[11 + i * 4],
-                                                       peers[i] + T.Cast("uint32", offset * 4))
-            else:
-                T.ptx["ld.shared.v4.f32"](v[8], v[9], v[10], v[11], partial.ptr_to([offset]))
+                                                       peers[i // G] + T.Cast("uint32", (i % G * SET + offset) * 4))
+                else:
+                    T.ptx["ld.shared.v4.f32"](v[8 + i * 4], v[9 + i * 4], v[10 + i * 4], v[11 + i * 4],
+                                              partial.ptr_to([i * SET + offset]))
             for e in T.unroll(4):
                 v[target + e] = v[8 + e]
-                for i in T.unroll(S - 1):
+                for i in T.unroll(S * G - 1):
                     v[target + e] = v[target + e] + v[12 + i * 4 + e]
 
         @T.inline
@@ -72,7 +74,7 @@ class SplitEpilogue:
                 T.ptx["barrier.cluster.wait.acquire"]()
             else:
                 T.cuda.cta_sync()
-            v = T.alloc_buffer((8 + 4 * S,), "float32", scope="local")
+            v = T.alloc_buffer((8 + 4 * S * G,), "float32", scope="local")
             w = T.alloc_buffer((2,), "uint32", scope="local")
             peers = T.alloc_buffer((S,), "uint32", scope="local")
             if clustered:

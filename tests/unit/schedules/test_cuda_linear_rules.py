@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from relaxpack.kernel_spec import LinearSpec
+from relaxpack.schedules.kernels.cuda.gemm_few_bulk import stages_that_fit
 from relaxpack.schedules.kernels.cuda.linear import (
     CLUSTERS,
     few_tiling,
@@ -17,7 +18,7 @@ from relaxpack.schedules.kernels.cuda.linear import (
     quantized_plan,
 )
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
-from relaxpack.schedules.kernels.cuda.quantized_tilings import row_tiling
+from relaxpack.schedules.kernels.cuda.quantized_tilings import quantized_few_tiling, row_tiling
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import FORMATS
 
@@ -70,6 +71,25 @@ def test_one_row_of_4_bit_weights_has_a_kernel_of_its_own(arch):
         assert options["warps"] <= -(-k // 256) and options["warps"] * options["blocks_per_sm"] <= 32
         assert quantized_plan(replace(spec, weight=FORMATS["q6_k"]), 1, arch == "sm_90a")[0] != "gemm_row_quant"
     assert row_tiling(4096, 14336, 1)["warps"] == 14                # four full rounds
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q4_k", "q4_128", "q6_k", "q8_0", "fp8", "fp8_block"])
+def test_tiles_of_few_quantised_rows_fit(name):
+    """Two stages or more to every group, warps that a multiprocessor holds, and clusters that all run at once."""
+    weight = FORMATS[name]
+    for (n, k, _), rows in itertools.product(SHAPES, (9, 16, 17, 32, 33, 64)):
+        family, tiling = quantized_few_tiling(n, k, rows, weight)
+        assert tiling["columns"] >= rows
+        if family != "gemm_few_bulk":
+            assert (rows > 32 and n > 64 * 132) or (rows <= 16 and k > 8192)
+            assert family == ("gemm_rows_bulk" if rows <= 16 and name == "q4_0" else "gemm_mixed")
+            continue
+        warps, groups, per_sm = tiling["warps"], tiling["groups"], tiling["blocks_per_sm"]
+        stages = stages_that_fit(weight, tiling["columns"], warps, tiling["strips"], groups, per_sm)
+        assert stages >= (2 * groups if groups > 1 else 2) and (warps * groups + 1) * per_sm <= 32
+        blocks = -(-n // (16 * warps * tiling["strips"]))
+        assert tiling["split"] == 1 or blocks <= CLUSTERS[tiling["split"]] * per_sm
+        assert tiling["scaled"] == (rows > 32)
 
 
 def test_tiles_follow_waves():
