@@ -63,7 +63,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
     BOXES_WG = BO // EB if whole_store else 2       # store boxes of a warpgroup
     epilogue_bytes = CONSUMERS * BOXES_WG * 64 * EB * 2 if tma_store else 0
     stage_bytes = (BM + BN) * BK * 2
-    operands = E4M3Operands(N, K, BN, CL) if e4m3 else FloatOperands(N, K, dtype, BN, CL)
+    operands = E4M3Operands(N, K, BN) if e4m3 else FloatOperands(N, K, dtype, BN, CL)
     VALUES = operands.values
     KT, NT = -(-K // VALUES), -(-N // BN)
     S = min((SHARED_LIMIT - epilogue_bytes - 2048) // stage_bytes, max(-(-KT // P), 2))
@@ -73,6 +73,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
     MMA, TAIL, weights_at = operands.mma(BN // PIECES), operands.tail, operands.at
     UPPER, LOWER = operands.weights >> 32, operands.weights & 0xFFFFFFFF
     encode, load_weights_of = operands.encode, operands.load_weights
+    assert not e4m3 or CL == 1
     assert not promote or (e4m3 and BN % (16 * PIECES) == 0 and (PIECES == 1 or promote == 1))
     S_COLUMNS = -(-WIDTH // 4) * 4 if e4m3 else 4
     scales = RowScales(operands, WIDTH) if e4m3 else None

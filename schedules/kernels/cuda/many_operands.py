@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 
 TMA_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
 TMA_LOAD_3D = TMA_LOAD.replace("2d", "3d")
-TMA_MULTICAST, TMA_MULTICAST_3D = TMA_LOAD + ".multicast::cluster", TMA_LOAD_3D + ".multicast::cluster"
+TMA_MULTICAST = TMA_LOAD + ".multicast::cluster"
 SW64_DESC = (2 << 62) | (32 << 32) | (1 << 16)      # K-major, 64-byte swizzle, 8-row groups 512 bytes apart
 DESCRIPTOR = """
 __device__ __forceinline__ unsigned long long descriptor(unsigned upper, unsigned lower) {
@@ -60,33 +60,24 @@ class FloatOperands:
 
 
 class E4M3Operands:
-    """x: codes u8[t, K padded to 64] and scales f32[t]; weight: codes and scales of the format `fp8` as packed. `share` as
-    in FloatOperands."""
+    """x: codes u8[t, K padded to 64] and scales f32[t]; weight: codes and scales of the format `fp8` as packed."""
 
     values, tail, weights = 128, (1, 1), SW64_DESC
 
-    def __init__(self, N: int, K: int, tile_n: int, share: int) -> None:
-        strips, chunks, bk, shared = -(-N // 16), -(-K // 64), self.values, share > 1
+    def __init__(self, N: int, K: int, tile_n: int) -> None:
+        strips, chunks, bk = -(-N // 16), -(-K // 64), self.values
         self.tile_n, self.rows = tile_n, strips * 16
-        box, at_once = tile_n // 16 // share, 1 if share > 1 else 2         # strips and chunks of a load
 
         @T.inline
         def encode(x_map, w_map, x, weight, t):
             T.call_packed("runtime.cuTensorMapEncodeTiled", x_map, "uint8", 2, x[0].data,
                           chunks * 64, t, chunks * 64, bk, T.min(t, BM), 1, 1, 0, SW128, 2, 0)
             T.call_packed("runtime.cuTensorMapEncodeTiled", w_map, "uint32", 3, weight[0].data,
-                          256, strips, chunks, chunks * 1024, 1024, 256, box, at_once, 1, 1, 1, 0, 0, 2, 0)
+                          256, strips, chunks, chunks * 1024, 1024, 256, tile_n // 16, 2, 1, 1, 1, 0, 0, 2, 0)
 
         @T.inline
         def load_weights(Bs, slot, w_map, kt, column0, member, full):
-            if shared:
-                for half in T.unroll(2):
-                    T.ptx[TMA_MULTICAST_3D](Bs.ptr_to([slot, half * (tile_n * 32) + member * (box * 512)]),
-                                            T.address_of(w_map), 0, column0 // 16 + member * box, kt * 2 + half,
-                                            full.ptr_to([slot]), T.uint16((1 << share) - 1))
-            else:
-                T.ptx[TMA_LOAD_3D](Bs.ptr_to([slot, 0]), T.address_of(w_map), 0, column0 // 16, kt * 2,
-                                   full.ptr_to([slot]))
+            T.ptx[TMA_LOAD_3D](Bs.ptr_to([slot, 0]), T.address_of(w_map), 0, column0 // 16, kt * 2, full.ptr_to([slot]))
 
         self.encode, self.load_weights = encode, load_weights
 
