@@ -45,7 +45,7 @@ def variants() -> list[dict[str, Any]]:
             half("mixed", (272, 1152), "q4_0", columns=32, split=2),
             half("few_bulk", (272, 1152), "q4_0", columns=16, warps=2, strips=1, groups=3, dependent_launch=True),
             half("few_bulk", (272, 1152), "q8_0", columns=16, warps=2, strips=2, groups=1, split=2, stages=3),
-            half("row_quant", (272, 1152), "q4_1", columns=1, warps=4, dependent_launch=True)]
+            half("row_quant", (272, 1152), "q4_0", columns=1, warps=4, dependent_launch=True)]
 
 
 def build(folder: Path) -> None:
