@@ -135,6 +135,11 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
         return choice["unroll"] == choice["columns"] and choice["warps"] >= 7
     if rows == 1 and spec.weight.bits == 4:             # gemm_row_quant is far ahead
         return False
+    if family == "gemm_few_bulk":
+        warps = choice["warps"] * choice["groups"] * choice["blocks_per_sm"]
+        return 10 <= warps <= 16 and choice["scaled"] == (rows > 32)
+    if rows > 8 and family in ("gemm_rows_quant", "gemm_rows_bulk") and spec.weight.bits == 4:      # gemm_few_bulk
+        return False
     if family == "gemm_rows_bulk":
         return rows <= 16 and choice["unroll"] == 2 and choice["stages"] in (2, 4)
     if family == "gemm_mixed":
