@@ -69,6 +69,7 @@ class TargetEntry:
     canary: Mapping[str, Any] = field(default_factory=dict)     # dist.canary.CanaryOrigin
     libraries: Mapping[str, Any] = field(default_factory=dict)  # library that kernels call → what of it is needed
     activations: str | None = None        # "fp8": products of fp8 weights and many rows round activations to it
+    spread: Mapping[str, Mapping[str, float]] = field(default_factory=dict)     # bucket → kernel_spec.SpreadCosts
     extra: Json = field(default_factory=dict)
 
     def to_json(self) -> Json:
@@ -81,7 +82,8 @@ class TargetEntry:
         optional = {"activation_dtype": self.activation_dtype, "kv_dtype": self.kv_dtype,
                     "shared_params": {stem: list(names) for stem, names in self.shared_params.items()},
                     "canary": dict(self.canary), "libraries": dict(self.libraries),
-                    "activations": self.activations}
+                    "activations": self.activations,
+                    "spread": {rows: dict(costs) for rows, costs in self.spread.items()}}
         return _merge({**known, **{name: value for name, value in optional.items() if value}}, self.extra)
 
     @classmethod
@@ -97,7 +99,8 @@ class TargetEntry:
                      for stem, names in _get(data, "shared_params", dict, {}).items()},
                     check_member_name(_get(data, "explain", str, "explain.json")),
                     _get(data, "canary", dict, {}), _get(data, "libraries", dict, {}),
-                    _dtype(data, "activations"))
+                    _dtype(data, "activations"),
+                    _get(data, "spread", dict, {}))
         return replace(known, extra=_unknown(data, known.to_json()))
 
 

@@ -40,6 +40,7 @@ from relaxpack.placeholders import (
     RMS_NORM,
     ROPE_APPEND_ATTENTION,
     SAMPLE,
+    SPREAD_ATTENTION,
     TOP,
 )
 from relaxpack.weight_format import FORMATS
@@ -77,7 +78,7 @@ class _Rewriter(FunctionRewriter):
             return self._embedding(call, operands)
         if name in (RMS_NORM, ADD_RMS_NORM):
             return self._norm(name, call, operands)
-        if name in (PREFILL_ATTENTION, DECODE_ATTENTION, ROPE_APPEND_ATTENTION):
+        if name in (PREFILL_ATTENTION, DECODE_ATTENTION, ROPE_APPEND_ATTENTION, SPREAD_ATTENTION):
             return self._attention(name, call, operands)
         if name == SAMPLE:
             return self._sample(call, operands)
@@ -126,7 +127,8 @@ class _Rewriter(FunctionRewriter):
         integers = ["rope_table", "positions", "slots", "page_table",
                     *(["query_start"] if name == PREFILL_ATTENTION else []), "lengths"]
         norms = ["q_norm", "k_norm"] if self.attention.qk_norm_epsilon is not None else []
-        buffers = dict(zip(["qkv", "pages", *integers, *norms], tensors, strict=True))
+        spread = name == SPREAD_ATTENTION
+        buffers = dict(zip(["qkv", "pages", *integers, *norms, *["shared"] * spread], tensors, strict=True))
         buffers |= {"pages": self.pages, "layer": layer}
         buffers |= {norm: self.as_float32(buffers[norm]) for norm in norms}
         spec = replace(self.attention, window=int(window) or None)
@@ -140,8 +142,11 @@ class _Rewriter(FunctionRewriter):
         rope = self._call(self.provider.rope_append(spec), buffers, {"q": call.ty}, {"operation": "rope_append", **facts})
         buffers["q"] = self.emit(rope)
         attend = self.provider.prefill_attention if name == PREFILL_ATTENTION else self.provider.decode_attention
-        return self._call(attend(spec), buffers | {"pages": self.pages}, {"y": call.ty},
-                          {"operation": "attention", "window": spec.window, **facts})
+        kernel = self.provider.spread_attention(spec, int(call.ty.shape[0])) if spread else attend(spec)
+        assert kernel is not None, "SpreadDecode asked before"
+        before = next(i for i, stage in enumerate(kernel.stages) if "lengths" in stage.inputs)
+        return self._call(kernel, buffers | {"pages": self.pages}, {"y": call.ty},
+                          {"operation": "attention", "window": spec.window, "before": before, **facts})
 
     def _sample(self, call: Any, operands: list[Any]) -> Any:
         names = ("logits", "settings", "counters", "counts", "drawn", "allowed")
@@ -181,8 +186,9 @@ class _Rewriter(FunctionRewriter):
 
     def _call(self, kernel: Kernel, buffers: dict[str, Any], outputs: dict[str, Any], facts: dict[str, Any]) -> Any:
         """Emit the stages of a kernel; the result is the output, or a tuple of the outputs in their order. `facts` say
-        what is computed, for the step table."""
-        buffers = dict(buffers)
+        what is computed, for the step table: by the stage behind `before` others, as far as its rows go."""
+        buffers, facts = dict(buffers), dict(facts)
+        before = facts.pop("before", 0)
         rows = (buffers["logits"].ty if "logits" in buffers else next(iter(outputs.values()))).shape[0]
         sequences = buffers["lengths"].ty.shape[0] if "lengths" in buffers else rows
         symbols = {"t": rows, "b": sequences}
@@ -190,7 +196,7 @@ class _Rewriter(FunctionRewriter):
         for name, (shape, dtype) in kernel.temporaries.items():
             types[name] = relax.TensorType([symbols[d] if isinstance(d, str) else d for d in shape], dtype)
         for index, stage in enumerate(kernel.stages):
-            self.operations[stage.name] = {**facts, "stage": index}
+            self.operations[stage.name] = {**facts, "stage": index - before}
             self.calls[self.function_name][stage.name, kernel.source] += 1
             inputs = [buffers[name] for name in stage.inputs]
             out_types = [*(buffers[name].ty for name in stage.inplace), *(types[name] for name in stage.outputs)]

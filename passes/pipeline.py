@@ -42,6 +42,7 @@ from relaxpack.passes.schedule_rest import DropUnusedKernels, ScheduleRest
 from relaxpack.passes.select_rows_early import SelectRowsEarly
 from relaxpack.passes.share_rope_table import ShareRopeTable
 from relaxpack.passes.specialize_buckets import SpecializeBuckets
+from relaxpack.passes.spread_decode import SpreadDecode
 from relaxpack.passes.verify import VerifyPhase
 from relaxpack.weight_format import WeightFormat
 from tvm import relax
@@ -52,7 +53,7 @@ Phase = tuple[str, list[Any]]
 OPTIONAL: dict[str, int] = {
     "ShareRopeTable": 1, "FoldConstant": 1, "EliminateCommonSubexpr": 1, "PlanMemory": 1,
     "FoldScales": 2, "CombineParallelMatmul": 2, "FuseEpilogues": 2, "FuseAddNorm": 2, "FuseOps": 2,
-    "FuseNormLinear": 2, "FuseRopeAppendAttention": 2,
+    "FuseNormLinear": 2, "FuseRopeAppendAttention": 2, "SpreadDecode": 2,
     "SelectRowsEarly": 3, "RewriteCUDAGraph": 3,
 }
 # Passes that run only where they are asked for by name: they cost accuracy or win nothing by measurement (docs/passes.md).
@@ -108,6 +109,8 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
         ]),
         ("lower", [
             *([SpecializeBuckets("decode", "t", config.decode_buckets)] if config.decode_buckets else []),
+            *unless("SpreadDecode", *([SpreadDecode(provider, attention, config.spread_buckets)]
+                                      if config.spread_buckets else [])),
             *([SpecializeBuckets("prefill", "t", config.prefill_buckets)] if config.prefill_buckets else []),
             *unless("FuseRopeAppendAttention", FuseRopeAppendAttention(provider, attention)),
             *unless("FuseNormLinear", FuseNormLinear(provider)),

@@ -6,6 +6,7 @@ symbolic function stays: it serves batches above the largest bucket and runs eag
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
@@ -22,6 +23,12 @@ def decode_buckets(max_batch: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in sizes if size < max_batch} | {max_batch}))
 
 
+def spread_buckets(max_batch: int) -> tuple[int, ...]:
+    """The decode buckets that get a second function (SpreadDecode): where attention is what a step costs, rows of padding
+    cost little, so that powers of two are enough."""
+    return tuple(size for size in decode_buckets(max_batch) if size & (size - 1) == 0 or size == max_batch)
+
+
 def prefill_buckets(prefill_chunk: int) -> tuple[int, ...]:
     """Token counts up to 512, where launches cost more than arithmetic."""
     return tuple(size for size in (16, 32, 64, 128, 192, 256, 384, 512) if size <= prefill_chunk)
@@ -31,6 +38,15 @@ def bucket_of(func: relax.Function) -> int | None:
     """The bucket a function is specialised for; None for a symbolic one."""
     value = (func.attrs or {}).get(BUCKET)
     return None if value is None else int(value)
+
+
+def buckets_of(mod: tvm.IRModule) -> dict[str, tuple[int, ...]]:
+    """Function → ascending sizes that it is specialised for."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for gv, func in exported_functions(mod):
+        if (size := bucket_of(func)) is not None:
+            found[gv.name_hint.removesuffix(f"_{size}")].append(size)
+    return {name: tuple(sorted(sizes)) for name, sizes in sorted(found.items())}
 
 
 def SpecializeBuckets(function: str, variable: str, buckets: tuple[int, ...]) -> Any:

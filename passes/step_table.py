@@ -70,6 +70,8 @@ def _row(call: Any, weights: set[Any], operations: dict[str, Any]) -> dict[str, 
 def _costs(facts: dict[str, Any], weights: list[Any], activations: list[Any], outputs: list[Any],
            rows: Any) -> dict[str, int]:
     kind = facts["operation"]
+    if facts["stage"] < 0:
+        return {}                                                             # reads shared keys into workspace
     if kind == "linear" and not facts["stage"] and not weights:
         return {"row_bytes": sum(_row_bytes(ty, rows) for ty in [*activations, *outputs])}      # x is quantised first
     if facts["stage"] and kind != "other" and not weights:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,7 +31,7 @@ from relaxpack.lowering import Lowered, lower_model
 from relaxpack.model_info import ModelInfo
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.pipeline import HIGHEST_LEVEL, ON_REQUEST, OPTIONAL, left_out
-from relaxpack.passes.specialize_buckets import decode_buckets, prefill_buckets
+from relaxpack.passes.specialize_buckets import decode_buckets, prefill_buckets, spread_buckets
 from relaxpack.recipe import Pack
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.relax_models.export import BuildLimits
@@ -323,7 +323,7 @@ def pipeline_config(target: TargetSpec, limits: BuildLimits, disabled: frozenset
     if target.kind == "cpu" or not generate:
         return PipelineConfig(disabled)
     return PipelineConfig(disabled, decode_buckets(limits.max_batch), prefill_buckets(limits.prefill_chunk),
-                          cuda_graph=True)
+                          cuda_graph=True, spread_buckets=spread_buckets(limits.max_batch))
 
 
 def _prepare_dump(dump: Path | None) -> None:
@@ -454,7 +454,8 @@ def _target_entry(plan: TargetPlan, lowered: Lowered, stem: str, shared: dict[st
         lowered.kernel_counts(),
         tuning_records=tuple(lowered.explanation.get("tuning", {}).get("used", ())),
         activation_dtype=plan.activation_dtype, kv_dtype=plan.kv_dtype, shared_params=shared, explain=explain,
-        libraries=_libraries(lowered), activations=plan.activations if plan.activations != "float" else None)
+        libraries=_libraries(lowered), activations=plan.activations if plan.activations != "float" else None,
+        spread={str(rows): asdict(costs) for rows, costs in lowered.spread.items()})
 
 
 def _libraries(lowered: Lowered) -> dict[str, Any]:

@@ -127,6 +127,24 @@ class NormSpec:
     residual: bool               # True: add_rms_norm
 
 
+# `shared` i32[t] of decode attention: how many leading keys a row has in common with the others in which this is not 0. The
+# number is the same for all of these, smaller than their lengths, and a multiple of SHARED_KEYS, which tiles divide.
+SHARED_KEYS = 256
+
+
+@dataclass(frozen=True)
+class SpreadCosts:
+    """Microseconds that decode attention of a layer takes, for a bucket with two graphs. The first one: the greater of
+    `longest_us` times the keys of the longest sequence, and `key_us` a key, `again_us` one that another sequence has just
+    read. The second one: `more_us`, `key_us` a key, and `shared_us` one that another sequence shares."""
+
+    longest_us: float
+    key_us: float
+    again_us: float
+    shared_us: float
+    more_us: float
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """rope_append and both attentions."""
@@ -144,7 +162,6 @@ class AttentionSpec:
     scale: float
     window: int | None = None    # keys a query sees, itself included; None = all
     qk_norm_epsilon: float | None = None
-
     @property
     def fp8(self) -> bool:
         """Keys and values are stored as e4m3 numbers."""
@@ -250,6 +267,14 @@ class KernelProvider(Protocol):
     def rope_append(self, spec: AttentionSpec) -> Kernel: ...
     def decode_attention(self, spec: AttentionSpec) -> Kernel: ...
     def prefill_attention(self, spec: AttentionSpec) -> Kernel: ...
+
+    def spread_attention(self, spec: AttentionSpec, rows: int) -> Kernel | None:
+        """`decode_attention` of exactly `rows` rows that may have leading keys in common (input `shared`, see SHARED_KEYS)
+        or differ much in length; None where there is no such kernel."""
+
+    def spread_costs(self, spec: AttentionSpec, rows: int) -> SpreadCosts:
+        """When it is the faster way, where `spread_attention` has an answer."""
+        ...
 
     def rope_append_attention(self, spec: AttentionSpec, rows: int) -> Kernel | None:
         """Both of a decode step of exactly `rows` rows in one kernel; None where two are better or there is none."""

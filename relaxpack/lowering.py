@@ -17,13 +17,15 @@ from relaxpack import reproducer
 from relaxpack.dist.params import numpy_dtype
 from relaxpack.errors import CompileError
 from relaxpack.ir_history import IrHistory
-from relaxpack.kernel_spec import AttentionSpec, KernelProvider
+from relaxpack.kernel_spec import AttentionSpec, KernelProvider, SpreadCosts
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.lower_kernels import KERNELS
 from relaxpack.passes.memory_plan import PLAN, arena_bytes
 from relaxpack.passes.pipeline import PassFailure, PassRecord, phases, run_phases, sizes
 from relaxpack.passes.rewrite import exported_functions, notes_of, num_inputs, recipes_of
 from relaxpack.passes.schedule_rest import SOURCE
+from relaxpack.passes.specialize_buckets import buckets_of
+from relaxpack.passes.spread_decode import SPREAD
 from relaxpack.passes.step_table import step_table
 from relaxpack.recipe import FromCheckpoint, Recipe
 from relaxpack.relax_models.config import ModelConfig
@@ -60,6 +62,7 @@ class Lowered:
     functions: tuple[str, ...]
     bounds: dict[str, int]
     buckets: dict[str, tuple[int, ...]]
+    spread: dict[int, SpreadCosts] = field(default_factory=dict)    # buckets with two graphs: what each costs
     explanation: dict[str, Any] = field(default_factory=dict)
 
     def kernel_counts(self) -> dict[str, int]:
@@ -139,10 +142,10 @@ def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, pr
                    "memory_plan": json.loads(str(final.attrs[PLAN]))}
     if records is not None:
         explanation["tuning"] = records.report()
-    buckets = {"decode": pipeline.decode_buckets, "prefill": pipeline.prefill_buckets}
-    buckets = {name: sizes for name, sizes in buckets.items() if sizes}
+    buckets = buckets_of(final)
     functions = tuple(gv.name_hint for gv, _ in exported_functions(mod))
-    return Lowered(executable, parameters, functions, bounds, buckets, explanation)
+    spread = {rows: provider.spread_costs(attention, rows) for rows in buckets.get(SPREAD, ())}
+    return Lowered(executable, parameters, functions, bounds, buckets, spread, explanation)
 
 
 def _generate_code(mod: tvm.IRModule, target: TargetSpec) -> Any:

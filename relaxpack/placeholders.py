@@ -17,6 +17,7 @@ RMS_NORM = "relaxpack.rms_norm"
 ADD_RMS_NORM = "relaxpack.add_rms_norm"
 HEAD_SAMPLE = "relaxpack.head_sample"      # a linear layer whose logits are sampled; with "+norm" behind it
 ROPE_APPEND_ATTENTION = "relaxpack.rope_append_attention"   # decode attention that is one kernel
+SPREAD_ATTENTION = "relaxpack.spread_attention"             # decode attention that reads shared leading pages once
 
 # Attribute of a function that reads what another one has returned: results of captured functions lie in the arena that all
 # functions share, so that its own intermediates must not.

@@ -20,13 +20,14 @@ import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.kernel_spec import TOP_LOGPROBS, counts_width
+from relaxpack.kernel_spec import TOP_LOGPROBS, SpreadCosts, counts_width
 from relaxpack.model_info import ModelInfo, page_dtype
 from relaxpack.runtime import cuda_memory, step_inputs
 from relaxpack.runtime.cuda_pages import PageTransfer
 from relaxpack.runtime.device_plan import Comparison, DevicePlan, granted
 from relaxpack.runtime.device_view import view
 from relaxpack.runtime.kv_cache.storage import DEVICE_SHARE, choose_num_pages, page_bytes, page_shape
+from relaxpack.runtime.spread import SPREAD, Chooser, Spread
 from relaxpack.runtime.step_inputs import Arrays, InputLayout
 from relaxpack.runtime.step_plan import SequenceStep, StepPlan
 from relaxpack.runtime.vm import Library
@@ -88,12 +89,13 @@ class CudaModelRunner:
     """A `runtime.step_plan.ModelRunner` over device memory. `buckets`: function → ascending sizes that have a captured
     function; `memory`: the manifest's plan of intermediates; `functions`: what the library exports; `weight_sizes`: bytes
     of each parameter; `free_before`: what the device had before the weights;
-    `library_bytes`: workspace of libraries that kernels call. Pages get what is left of it."""
+    `library_bytes`: workspace of libraries that kernels call; pages get what is left. `spread`: of the manifest."""
 
     def __init__(self, library: Library, info: ModelInfo, device: Any, buckets: Mapping[str, Sequence[int]],
                  num_pages: int | None = None, memory: Mapping[str, Any] = MappingProxyType({}),
                  functions: Collection[str] = ("prefill", "decode"), *, weight_sizes: Sequence[int] = (),
-                 free_before: int | None = None, library_bytes: int = 0) -> None:
+                 free_before: int | None = None, library_bytes: int = 0,
+                 spread: Mapping[str, Mapping[str, float]] = MappingProxyType({})) -> None:
         self.info, self.device = info, device
         self.page_size, self.max_batch = info.page_size, info.max_batch
         self.prefill_chunk, self.max_context = info.prefill_chunk, info.max_context
@@ -103,6 +105,8 @@ class CudaModelRunner:
         self.buckets = {name: tuple(sizes) for name, sizes in buckets.items()}
         self.graph_steps: Counter[str] = Counter()    # by function: steps through a bucket
         self.eager_steps: Counter[str] = Counter()    # and steps that no bucket serves
+        self._costs = {int(rows): SpreadCosts(**costs) for rows, costs in spread.items()}
+        self._chooser = Chooser(info.page_size)
         self._library = library
         # The arena is taken at the first step, by the captured functions and once more by the eager ones.
         arena = int(memory.get("arena_bytes", 0))
@@ -120,7 +124,7 @@ class CudaModelRunner:
                               for _ in range(_COUNT_WRITES if self.generates else 0)]
         self._count_write = 0
         widest = max(
-            step_inputs.decode_layout(self.max_batch, info, True).size,
+            step_inputs.decode_layout(self.max_batch, info, True, shared=True).size,
             step_inputs.sampling_layout(self.max_batch, info).size,
             step_inputs.prefill_layout(self.prefill_chunk, self.max_batch, self.prefill_chunk, info).size)
         self._ring = [_Staging(widest, self.max_batch) for _ in range(_RING)]
@@ -151,7 +155,7 @@ class CudaModelRunner:
         """Start a step; its logits on the device, float32 [total logit rows or more, vocab_size], good until the next."""
         self._copy_pages(plan.copies)
         if step_inputs.is_decode(plan.sequences):
-            return self.decode(plan.sequences)[0]
+            return self.decode(plan.sequences, spread=self._spread(plan.sequences))[0]
         return self.prefill(plan.sequences)
 
     def read_rows(self, logits: Any, rows: Sequence[int]) -> np.ndarray:
@@ -172,7 +176,7 @@ class CudaModelRunner:
         self._copy_pages(plan.copies)
         rows = step_inputs.count_logit_rows(plan.sequences)
         if step_inputs.is_decode(plan.sequences):
-            logits, _ = self.decode(plan.sequences, fill_sampling, token_source)
+            logits, _ = self.decode(plan.sequences, fill_sampling, token_source, self._spread(plan.sequences))
             return self._download(rows, logits if tops else None)
         return self.sample(self.prefill(plan.sequences), rows, fill_sampling, tops)
 
@@ -212,15 +216,16 @@ class CudaModelRunner:
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> WarmUp:
         """Capture every bucket, largest first, so that the first request pays for none. `progress`: buckets done and in
         all."""
-        decodes, prefills = self.buckets.get("decode", ()), self.buckets.get("prefill", ())
-        total = len(decodes) + len(prefills)
+        todo = [(function, size) for function in ("decode", SPREAD, "prefill")
+                for size in reversed(self.buckets.get(function, ()))]
+        total = len(todo)
         free, begin = cuda_memory.free_and_total()[0], time.perf_counter()
-        for done, size in enumerate(reversed(decodes), 1):
-            self.decode([SequenceStep([0], 0, [0], [0])] * size)
-            progress(done, total)
-        for done, size in enumerate(reversed(prefills), len(decodes) + 1):
-            pages = [0] * -(-size // self.page_size)
-            self.prefill([SequenceStep([0] * size, 0, pages, [size - 1])])
+        for done, (function, size) in enumerate(todo, 1):
+            if function == "prefill":
+                pages = [0] * -(-size // self.page_size)
+                self.prefill([SequenceStep([0] * size, 0, pages, [size - 1])])
+            else:
+                self.decode([SequenceStep([0], 0, [0], [0])] * size, spread=Spread() if function == SPREAD else None)
             progress(done, total)
         cuda_memory.synchronize()
         self.graph_steps.clear()
@@ -240,12 +245,16 @@ class CudaModelRunner:
     # -- one step -------------------------------------------------------------------------------------------------
 
     def decode(self, sequences: Sequence[SequenceStep], fill_sampling: FillSampling | None = None,
-               token_source: np.ndarray | None = None) -> Any:
-        """Start a decode step; (logits f32[bucket, V], what it drew i32[max_batch, 2])."""
-        size, name = self._bucket("decode", len(sequences))
-        layout = step_inputs.decode_layout(size, self.info, True)
+               token_source: np.ndarray | None = None, spread: Spread | None = None) -> Any:
+        """Start a decode step; (logits f32[bucket, V], what it drew i32[max_batch, 2]). `spread`: through the second graph
+        of the bucket."""
+        size, name = self._bucket(SPREAD if spread is not None else "decode", len(sequences))
+        layout = step_inputs.decode_layout(size, self.info, True, spread is not None)
         arrays = self._stage(layout)
         step_inputs.fill_decode(arrays, sequences, self.page_size)
+        if spread is not None:
+            arrays["shared"][:] = 0
+            arrays["shared"][list(spread.rows)] = spread.keys
         arrays["token_source"][:] = -1
         if token_source is not None:
             arrays["token_source"][:len(token_source)] = token_source
@@ -254,7 +263,14 @@ class CudaModelRunner:
         self._counters = views["counters"]
         return self._library.call(name, [
             *(views[n] for n in ("token_ids", "positions", "slots", "lengths", "page_table", "token_source",
-                                 "settings", "counters")), self._counts, self._drawn, self._pages])
+                                 "settings", "counters")), self._counts, self._drawn, self._pages,
+            *([views["shared"]] if spread is not None else [])])
+
+    def _spread(self, sequences: Sequence[SequenceStep]) -> Spread | None:
+        """Whether the step takes the second graph of its bucket, and what that reads once."""
+        at = bisect.bisect_left(sizes := self.buckets.get(SPREAD, ()), len(sequences))
+        costs = self._costs.get(sizes[at]) if at < len(sizes) else None
+        return self._chooser.choose(sequences, costs) if costs is not None else None
 
     def prefill(self, sequences: Sequence[SequenceStep]) -> Any:
         """Start a prefill; logits f32[rows, V] (at least one row)."""

@@ -22,6 +22,7 @@ from relaxpack.runtime.run_ahead import AheadExecutor, RunAhead
 from relaxpack.runtime.sampler import Constraint, TokenLogprobs
 from relaxpack.runtime.sampling_params import Grammar, SamplingParams
 from relaxpack.runtime.scheduler import ScheduledStep, Scheduler
+from relaxpack.runtime.spread import SPREAD
 from relaxpack.runtime.step_plan import ModelRunner, StepExecutor, StepResult, StepSampling
 
 if TYPE_CHECKING:
@@ -294,7 +295,8 @@ class Engine:
         metrics.pages_free, metrics.pages_cached, metrics.pages_held = pool.num_free, pool.num_cached, pool.num_held
         metrics.preemptions, metrics.evictions = scheduler.preemptions, pool.evictions
         # A runner without graphs counts neither.
-        metrics.graph_steps = sum(getattr(self.runner, "graph_steps", {}).values())
+        graph_steps: dict[str, int] = getattr(self.runner, "graph_steps", {})
+        metrics.graph_steps, metrics.spread_steps = sum(graph_steps.values()), graph_steps.get(SPREAD, 0)
         metrics.eager_steps = sum(getattr(self.runner, "eager_steps", {}).values())
 
     def generate(

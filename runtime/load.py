@@ -112,7 +112,7 @@ def make_runner(library: Path, entry: TargetEntry, info: ModelInfo, parameters: 
     with _timed(took, "memory"):
         sizes = [parameter.bytes if isinstance(parameter, TensorRegion) else parameter.nbytes for parameter in parameters]
         runner = CudaModelRunner(opened, info, device, entry.buckets, num_pages, entry.memory_plan, entry.functions,
-                                 weight_sizes=sizes, free_before=free_before, library_bytes=workspace)
+                                 weight_sizes=sizes, free_before=free_before, library_bytes=workspace, spread=entry.spread)
     if report is not None:
         report.weight_bytes, report.plan = uploaded.bytes, runner.plan
     return runner

@@ -49,6 +49,7 @@ class EngineMetrics:
     preemptions: int = 0
     evictions: int = 0
     graph_steps: int = 0            # on a GPU: steps that were one graph launch
+    spread_steps: int = 0           # of these, decode steps that read leading pages of several sequences once
     eager_steps: int = 0            # and steps without a graph: above the largest bucket, or several prompts at once
     running: int = 0                # the rest: as of the last step
     waiting: int = 0

@@ -41,11 +41,13 @@ def _layout(entries: Sequence[tuple[str, tuple[int, ...]]]) -> InputLayout:
     return InputLayout(tuple(n for n, _ in entries), tuple(s for _, s in entries), tuple(offsets), end)
 
 
-def decode_layout(batch: int, info: ModelInfo, device_sampling: bool = False) -> InputLayout:
+def decode_layout(batch: int, info: ModelInfo, device_sampling: bool = False, shared: bool = False) -> InputLayout:
+    """`shared`: with the input of that name, how many leading keys a row has in common with others."""
     rows: list[tuple[str, tuple[int, ...]]] = [
         (name, (batch,)) for name in ("token_ids", "positions", "slots", "lengths")]
     sampling = [("token_source", (batch,)), *_sampling(batch)] if device_sampling else []
-    return _layout([*rows, ("page_table", (batch, info.max_pages_per_sequence)), *sampling])
+    spread = [("shared", (batch,))] if shared else []
+    return _layout([*rows, ("page_table", (batch, info.max_pages_per_sequence)), *sampling, *spread])
 
 
 def sampling_layout(rows: int, info: ModelInfo) -> InputLayout:

@@ -9,6 +9,7 @@ Runs on a machine without a GPU; `run_models.py` makes weights from a seed on th
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Mapping
@@ -66,8 +67,6 @@ def main() -> None:
     args = parser.parse_args()
     config = MODELS[args.model]
     if args.layers:
-        import dataclasses
-
         config = dataclasses.replace(config, num_layers=args.layers, layer_windows=(None,) * args.layers)
     target = parse_target(args.target)
     limits = BuildLimits(args.max_context, args.max_batch, args.prefill_chunk)
@@ -83,7 +82,9 @@ def main() -> None:
     info = ModelInfo(args.model, config.architecture, config.num_layers, config.hidden_size, config.num_heads,
                      config.num_kv_heads, config.head_dim, config.vocab_size, limits.max_context, limits.page_size,
                      "bfloat16", "bfloat16", limits.max_batch, limits.prefill_chunk, None, (), False)
-    description = {"info": info.to_json(), "buckets": lowered.buckets, "arena_bytes": lowered.arena_bytes(),
+    description = {"info": info.to_json(), "buckets": lowered.buckets,
+                   "spread": {str(rows): dataclasses.asdict(costs) for rows, costs in lowered.spread.items()},
+                   "arena_bytes": lowered.arena_bytes(),
                    "target": target.to_json(), "memory": {"arena_bytes": lowered.arena_bytes(),
                                                           **storage_summary(lowered.explanation["memory_plan"])},
                    "rope_theta": config.rope.theta, "epsilon": config.norm_epsilon,

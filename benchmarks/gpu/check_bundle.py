@@ -55,7 +55,10 @@ def first_gap(runner: Any, prompt: list[int], one: list[int], other: list[int]) 
         return None
     ids = prompt + one[:at]
     pages = list(range(1, 2 + len(ids) // runner.page_size))
-    row = runner.forward(StepPlan((SequenceStep(ids, 0, pages, [len(ids) - 1]),)))[0]
+    last = (len(ids) - 1) // runner.prefill_chunk * runner.prefill_chunk
+    for start in range(0, last, runner.prefill_chunk):
+        runner.forward(StepPlan((SequenceStep(ids[start:start + runner.prefill_chunk], start, pages, []),)))
+    row = runner.forward(StepPlan((SequenceStep(ids[last:], last, pages, [len(ids) - 1 - last]),)))[0]
     return float(abs(row[one[at]] - row[other[at]]))
 
 

@@ -30,8 +30,8 @@ from tests.helpers import attention_device as dev
 from tests.helpers import sampling_case
 
 TOLERANCE = dev.TOLERANCE
-PARTS = ("check_rope", "check_sample", "check_decode", "check_fused", "check_mma", "check_hopper", "decode", "prefill",
-         "rope", "sample")
+PARTS = ("check_rope", "check_sample", "check_decode", "check_fused", "check_spread", "check_mma", "check_hopper",
+         "decode", "prefill", "rope", "sample")
 ROWS: list[dict[str, Any]] = []
 FAILURES: list[str] = []
 
@@ -56,6 +56,14 @@ def check_fused(lib: dev.Library) -> None:
         for complaint in wrong:
             require(False, complaint)
         record("numerics", name, "ragged", error=error)
+
+
+def check_spread(lib: dev.Library) -> None:
+    for name in lib.names("spread."):
+        error, wrong = dev.check_spread(lib, name)
+        for complaint in wrong:
+            require(False, complaint)
+        record("numerics", name, "leading keys shared", error=error)
 
 
 def check_attention(lib: dev.Library, kind: str, which: str) -> None:
@@ -413,6 +421,7 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}: read {ceiling / 1e12:.2f} TB/s")
     steps = {"check_rope": lambda: check_rope(lib), "check_sample": lambda: check_sampling(lib),
              "check_decode": lambda: check_attention(lib, "decode", ""), "check_fused": lambda: check_fused(lib),
+             "check_spread": lambda: check_spread(lib),
              "check_mma": lambda: check_attention(lib, "prefill", "mma"),
              "check_hopper": lambda: check_attention(lib, "prefill", "hopper"),
              "sanitize": lambda: sanitize(lib), "decode": lambda: time_decode(lib, ceiling, args.quick),

@@ -75,7 +75,7 @@ def write(stem: Path, out: Path) -> Manifest:
                             ("prefill", "decode", "sample", "top_logprobs"), {},
                             {name: tuple(sizes) for name, sizes in description["buckets"].items()},
                             {**description["memory"], "weight_bytes": size}, activation_dtype=info.activation_dtype,
-                            kv_dtype=info.kv_dtype)
+                            kv_dtype=info.kv_dtype, spread=description.get("spread", {}))
         return writer.finish(Manifest("benchmark", "0" * 64, info, WeightsSummary({"random": size}), (entry,), {},
                                       {"name": info.name, "kind": "random weights"}, {}))
 

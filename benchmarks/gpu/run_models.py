@@ -124,7 +124,7 @@ def load(library: Path, description: dict[str, Any], tensors: list[Any], num_pag
     device = device_for("cuda")
     info = ModelInfo.from_json(description["info"])
     return CudaModelRunner(Library(library, device, tensors, graphs=graphs), info, device, description["buckets"],
-                           num_pages=num_pages)
+                           num_pages=num_pages, spread=description.get("spread", {}))
 
 
 def relative_error(got: np.ndarray, want: torch.Tensor) -> float:

@@ -19,6 +19,7 @@ _COUNTERS = {
     "computed_tokens": "Tokens that went through the model, recomputed ones included",
     "output_tokens": "Tokens generated", "preemptions": "Sequences that had to give their pages back",
     "evictions": "Cached pages that were dropped", "graph_steps": "Steps of a GPU that were one graph launch",
+    "spread_steps": "Decode steps of a GPU that read leading pages of several sequences once",
     "eager_steps": "Steps of a GPU without a graph: above the largest bucket, or several prompts at once"}
 _GAUGES = {
     "running": "Sequences in the batch", "waiting": "Sequences that wait for room", "pages_total": "Pages of the KV cache",

@@ -28,18 +28,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return attention_device.Library(folder)
 
 
-@pytest.mark.parametrize("part", ["rope", "sample", "decode", "fused", "prefill mma", "prefill hopper"])
+@pytest.mark.parametrize("part", ["rope", "sample", "decode", "fused", "spread", "prefill mma", "prefill hopper"])
 def test_kernels_equal_float64_and_repeat_exactly(library: Any, part: str) -> None:
     from benchmarks.gpu import kernels_attention as suite
 
     suite.FAILURES.clear()
     checks = {"rope": lambda: suite.check_rope(library), "sample": lambda: suite.check_sampling(library),
               "decode": lambda: suite.check_attention(library, "decode", ""),
-              "fused": lambda: suite.check_fused(library),
+              "fused": lambda: suite.check_fused(library), "spread": lambda: suite.check_spread(library),
               "prefill mma": lambda: suite.check_attention(library, "prefill", "mma"),
               "prefill hopper": lambda: suite.check_attention(library, "prefill", "hopper")}
     before = len(suite.ROWS)
     checks[part]()
     assert not suite.FAILURES
-    if part not in ("prefill mma", "fused"):        # the one is left out of some builds, the other needs clusters
+    if part not in ("prefill mma", "fused", "spread"):      # the one is left out of some builds, the others need clusters
         assert len(suite.ROWS) > before

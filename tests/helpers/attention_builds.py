@@ -16,7 +16,7 @@ from typing import Any
 
 from relaxpack.kernel_spec import AttentionSpec, Kernel, SamplingSpec
 from relaxpack.model_info import FP8
-from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
+from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention, spread_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill import default_tuning as mma_tuning
 from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import HopperTuning
@@ -65,6 +65,10 @@ def builds(tune: bool, mma: bool = True, arch: str = "sm_90a") -> dict[str, tupl
         for rows in (1, 16):                                        # one of the largest clusters, one of the smallest
             if (fused := rope_append_attention(s, rows, arch)) is not None:
                 found[f"fused.{name}@{rows}"] = s, fused
+    for name, s in SMALL.items():
+        for rows in (1, 16):
+            if (spread := spread_attention(s, rows, arch)) is not None:
+                found[f"spread.{name}@{rows}"] = s, spread
     found["sample.128256"] = SamplingSpec(128256), sample(SamplingSpec(128256), arch)
     found["sample.5003c"] = SamplingSpec(5003, True), sample(SamplingSpec(5003, True), arch)
     found["top.128256"] = SamplingSpec(128256), top_logprobs(128256, arch)

@@ -98,16 +98,20 @@ def poisoned(shape: list[int], dtype: str) -> torch.Tensor:
 
 
 class PagedCase:
-    """Pages in random order; page 0 and everything no sequence owns is NaN. `layers` copies for cold-cache timing."""
+    """Pages in random order; page 0 and everything no sequence owns is NaN. `layers` copies for cold-cache timing. `shared`:
+    leading keys, whole pages, that a sequence has in common with the first one of which this is not 0."""
 
     def __init__(self, spec: dict[str, Any], lengths: list[int], queries: list[int] | None = None, layers: int = 2,
-                 magnitude: float = 1.0, seed: int = 0, shuffle: bool = True) -> None:
+                 magnitude: float = 1.0, seed: int = 0, shuffle: bool = True, shared: list[int] | None = None) -> None:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         layers += layers % 2
         size, kv_heads, dim = spec["page_size"], spec["num_kv_heads"], spec["head_dim"]
         poison = page_poison(spec["kv_dtype"])
         self.spec, self.queries = spec, queries or [1] * len(lengths)
-        counts = [-(-n // size) for n in lengths]
+        shared = shared or [0] * len(lengths)
+        leader = next((s for s, n in enumerate(shared) if n), 0)
+        common = [0 if s == leader else n // size for s, n in enumerate(shared)]
+        counts = [-(-n // size) - pages for n, pages in zip(lengths, common, strict=True)]
         order = torch.randperm(sum(counts), generator=generator, device=DEVICE) + 1
         if not shuffle:
             order = order.sort().values
@@ -117,8 +121,10 @@ class PagedCase:
         used = 0
         order_host = order.cpu()
         for s, count in enumerate(counts):
-            table[s, :count] = order_host[used:used + count]
+            table[s, common[s]:common[s] + count] = order_host[used:used + count]
             used += count
+        for s, pages in enumerate(common):
+            table[s, :pages] = table[leader, :pages]
         for layer in range(layers):
             values = torch.randn(self.pages.shape[1:], generator=generator, device=DEVICE, dtype=torch.float32)
             self.pages[layer] = to_pages(values * magnitude, spec["kv_dtype"])
@@ -129,7 +135,7 @@ class PagedCase:
                 self.pages[:, table[s, n // size].item(), :, :, n % size:] = poison
         self.page_table = table.to(DEVICE)
         self.lengths_host = lengths
-        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        self.lengths, self.shared = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (lengths, shared))
         starts = [0]
         for n in self.queries:
             starts.append(starts[-1] + n)
@@ -144,7 +150,7 @@ class PagedCase:
         count, per = self.pages.shape[1], self.pages.shape[0] // 2
         return {"q": self.q, "layer": layer // per, "pages": self.pages.reshape(2, per * count, *self.pages.shape[2:]),
                 "page_table": self.page_table + layer % per * count,
-                "lengths": self.lengths, "query_start": self.query_start, "y": self.y}
+                "lengths": self.lengths, "shared": self.shared, "query_start": self.query_start, "y": self.y}
 
     def keys_values(self, s: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[KV, length, D] each, in the storage dtype (e4m3: float32)."""
@@ -184,10 +190,11 @@ class PagedCase:
 class DecodeStep:
     """A decode step's inputs: pages lack the new tokens, `qkv` has them. `case` is what attention then reads."""
 
-    def __init__(self, spec: dict[str, Any], lengths: list[int], layers: int = 2, magnitude: float = 1.0) -> None:
+    def __init__(self, spec: dict[str, Any], lengths: list[int], layers: int = 2, magnitude: float = 1.0,
+                 shared: list[int] | None = None) -> None:
         self.spec, heads, groups, dim = spec, spec["num_heads"], spec["num_kv_heads"], spec["head_dim"]
         rot, t, size = spec["rotary_dim"], len(lengths), spec["page_size"]
-        self.case = PagedCase(spec, lengths, layers=layers, magnitude=magnitude)
+        self.case = PagedCase(spec, lengths, layers=layers, magnitude=magnitude, shared=shared)
         dtype, where = self.case.q.dtype, DEVICE
         g = torch.Generator(where).manual_seed(5)
         self.qkv = (torch.randn((t, (heads + 2 * groups) * dim), generator=g, device=where) * magnitude).to(dtype)
@@ -270,6 +277,30 @@ def check_fused(library: Library, name: str, repeats: int = 20) -> tuple[float, 
             wrong.append(f"{name} {lengths[:4]}: the new token in the pages is wrong")
         if not torch.equal(got.view(torch.uint8)[~bytes_of(fresh, got)], wanted.view(torch.uint8)[~bytes_of(fresh, got)]):
             wrong.append(f"{name} {lengths[:4]}: it wrote elsewhere in the pages")
+    return worst, wrong
+
+
+def check_spread(library: Library, name: str, repeats: int = 20) -> tuple[float, list[str]]:
+    """Decode attention whose rows may share leading keys: (largest error, what is wrong)."""
+    spec, worst, wrong = library.spec(name), 0.0, []
+    limit = TOLERANCE[spec["activation_dtype"]]
+    for lengths, shared, magnitude in (
+            ([300, 257, 700, 513], [256] * 4, 1.0), ([1100, 1, 0, 77, 1025, 1500, 90], [1024, 0, 0, 0, 1024, 1024, 0], 1.0),
+            ([3, 5, 700], [0, 0, 0], 1.0), ([2048 + 30 * i + 1 for i in range(70)], [2048] * 70, 8.0),
+            ([600 + i for i in range(9)], [0, *[512] * 8], 1e-3)):
+        case = PagedCase(spec, lengths, magnitude=magnitude, shared=shared)
+        launch = library.prepare(name, case.buffers(1))
+        launch()
+        first = case.y.clone()
+        for _ in range(repeats):
+            case.y.fill_(POISON)
+            launch()
+            if not torch.equal(first, case.y):
+                wrong.append(f"{name} {lengths[:4]}: repeats differ")
+        error = relative_error(first, case.reference(1))
+        worst = max(worst, error)
+        if not error < limit:
+            wrong.append(f"{name} {lengths[:4]} shared {max(shared)} x{magnitude}: error {error:.2e}")
     return worst, wrong
 
 

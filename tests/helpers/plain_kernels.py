@@ -245,12 +245,12 @@ def _rope_append(s: AttentionSpec) -> Any:
 
 
 @functools.cache
-def _attention(s: AttentionSpec, prefill: bool) -> Any:
+def _attention(s: AttentionSpec, which: str) -> Any:
     L, H, KV, D, P, M = s.num_layers, s.num_heads, s.num_kv_heads, s.head_dim, s.page_size, s.max_pages
     window, scale, G = s.window or 1 << 30, s.scale, s.num_heads // s.num_kv_heads
 
     @T.inline
-    def one_row(q, pages, table, y, layer, row, seq, last):
+    def one_row(q, pages, table, y, layer, row, seq, last, leader, common):
         for h in range(H):
             acc = T.alloc_buffer((D + 3,), "float32")
             for d in range(D + 3):
@@ -262,7 +262,8 @@ def _attention(s: AttentionSpec, prefill: bool) -> Any:
                         acc[D + 2] = T.float32(0)
                         for d in range(D):
                             acc[D + 2] = (acc[D + 2] + q[row, h * D + d]
-                                          * pages[layer, table[seq, k // P], 0, h // G, k % P, d])
+                                          * pages[layer, table[T.if_then_else(k < common, leader, seq), k // P], 0,
+                                                  h // G, k % P, d])
                         acc[D + 2] = acc[D + 2] * T.float32(scale)
                         if pass_ == 0:
                             acc[D + 1] = T.max(acc[D + 1], acc[D + 2])
@@ -270,7 +271,8 @@ def _attention(s: AttentionSpec, prefill: bool) -> Any:
                             acc[D + 2] = T.exp(acc[D + 2] - acc[D + 1])
                             acc[D] = acc[D] + acc[D + 2]
                             for d in range(D):
-                                acc[d] = acc[d] + acc[D + 2] * pages[layer, table[seq, k // P], 1, h // G, k % P, d]
+                                acc[d] = acc[d] + acc[D + 2] * pages[
+                                    layer, table[T.if_then_else(k < common, leader, seq), k // P], 1, h // G, k % P, d]
             for d in range(D):
                 y[row, h * D + d] = acc[d] / acc[D]
 
@@ -285,7 +287,28 @@ def _attention(s: AttentionSpec, prefill: bool) -> Any:
         lengths = T.match_buffer(len_h, (t,), "int32")
         y = T.match_buffer(y_h, (t, T.int64(H * D)), "float32")
         for i in range(t):
-            one_row(q, pages, table, y, layer, i, i, lengths[i] - 1)
+            one_row(q, pages, table, y, layer, i, i, lengths[i] - 1, i, 0)
+
+    @T.prim_func(private=True, s_tir=True)
+    def spread(q_h: T.handle, pages_h: T.handle, table_h: T.handle, len_h: T.handle, shared_h: T.handle, layer: T.int64,
+               y_h: T.handle):
+        """The pages of shared keys are those of the last row that has any."""
+        T.func_attr(ATTRS)
+        t = T.int64()
+        p = T.int64()
+        q = T.match_buffer(q_h, (t, T.int64(H * D)), "float32")
+        pages = T.match_buffer(pages_h, (T.int64(L), p, T.int64(2), T.int64(KV), T.int64(P), T.int64(D)), "float32")
+        table = T.match_buffer(table_h, (t, T.int64(M)), "int32")
+        lengths = T.match_buffer(len_h, (t,), "int32")
+        shared = T.match_buffer(shared_h, (t,), "int32")
+        y = T.match_buffer(y_h, (t, T.int64(H * D)), "float32")
+        leader = T.alloc_buffer((1,), "int64")
+        leader[0] = T.int64(0)
+        for i in range(t):
+            if shared[i] > 0:
+                leader[0] = i
+        for i in range(t):
+            one_row(q, pages, table, y, layer, i, i, lengths[i] - 1, leader[0], shared[i])
 
     @T.prim_func(private=True, s_tir=True)
     def prefill_(q_h: T.handle, pages_h: T.handle, table_h: T.handle, start_h: T.handle, len_h: T.handle,
@@ -302,8 +325,9 @@ def _attention(s: AttentionSpec, prefill: bool) -> Any:
         y = T.match_buffer(y_h, (t, T.int64(H * D)), "float32")
         for j in range(b):
             for i in range(start[j + 1] - start[j]):
-                one_row(q, pages, table, y, layer, start[j] + i, j, lengths[j] - start[j + 1] + start[j] + i)
-    return prefill_ if prefill else decode
+                one_row(q, pages, table, y, layer, start[j] + i, j, lengths[j] - start[j + 1] + start[j] + i,
+                        j, 0)
+    return {"prefill": prefill_, "spread": spread, "decode": decode}[which]
 
 
 @functools.cache
@@ -514,12 +538,19 @@ class PlainKernels:
         return _kernel(_rope_append(spec), "rope_append", ("qkv", "rope_table", "positions", "slots", "pages", "layer"),
                        ("q",), ("pages",))
 
+    def spread_attention(self, spec: AttentionSpec, rows: int) -> Kernel | None:
+        """For more than one row."""
+        if rows < 2:
+            return None
+        return _kernel(_attention(spec, "spread"), "spread_attention",
+                       ("q", "pages", "page_table", "lengths", "shared", "layer"), ("y",))
+
     def decode_attention(self, spec: AttentionSpec) -> Kernel:
-        return _kernel(_attention(spec, False), f"decode_attention_{spec.window}",
+        return _kernel(_attention(spec, "decode"), f"decode_attention_{spec.window}",
                        ("q", "pages", "page_table", "lengths", "layer"), ("y",))
 
     def prefill_attention(self, spec: AttentionSpec) -> Kernel:
-        return _kernel(_attention(spec, True), f"prefill_attention_{spec.window}",
+        return _kernel(_attention(spec, "prefill"), f"prefill_attention_{spec.window}",
                        ("q", "pages", "page_table", "query_start", "lengths", "layer"), ("y",))
 
     def head_sample(self, spec: LinearSpec, sampling: SamplingSpec) -> Kernel | None:

@@ -18,6 +18,7 @@ from relaxpack.kernel_spec import (
     LinearSpec,
     NormSpec,
     SamplingSpec,
+    SpreadCosts,
     Stage,
     WeightLayout,
 )
@@ -110,6 +111,12 @@ class CpuKernels:
 
     def head_sample(self, spec: LinearSpec, sampling: SamplingSpec) -> None:
         return None
+
+    def spread_attention(self, spec: AttentionSpec, rows: int) -> Kernel | None:
+        return None         # cores take rows in turn, and every row stays the same bits in any batch
+
+    def spread_costs(self, spec: AttentionSpec, rows: int) -> SpreadCosts:
+        raise CompileError("on a CPU there is one way to compute decode attention")
 
     def rope_append_attention(self, spec: AttentionSpec, rows: int) -> Kernel | None:
         return None         # a launch is a function call here

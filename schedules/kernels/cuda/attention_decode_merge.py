@@ -50,8 +50,8 @@ def decode_merge_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
         slot: T.int32
 
         if early:
-            T.ptx[AWAIT]()
             T.ptx[RELEASE]()
+            T.ptx[AWAIT]()
         T.ptx["ld.global.nc.v4.b32"](cut[0], cut[1], cut[2], cut[3], cuts.ptr_to([bx, 0]))
         if cut[3] > 0:
             top = T.float32(NEG_BIG)

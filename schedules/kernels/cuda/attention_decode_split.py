@@ -11,7 +11,7 @@ from typing import Any
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.schedules.kernels.cuda.attention_decode_tile import DecodeTile, tile_range
-from relaxpack.schedules.kernels.cuda.attention_decode_tuning import DecodeTuning
+from relaxpack.schedules.kernels.cuda.attention_decode_tuning import DecodeTuning, shared_bytes
 from relaxpack.schedules.kernels.cuda.fragments import (
     AWAIT,
     COMMIT,
@@ -23,17 +23,20 @@ from relaxpack.schedules.kernels.cuda.fragments import (
     shuffle,
     shuffle_up,
     shuffle_xor,
+    without_parameters,
 )
 from tvm.script import tirx as T
 
-ROW, HEAD, TILE, LAST, LENGTH = range(5)        # a place in the order of work
+ROW, HEAD, TILE, FIRST, LAST, LENGTH = range(6)     # a place in the order of work
 
 
-def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool) -> Any:
+def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool, shared_keys: bool, least: int) -> Any:
+    """`shared_keys`: those of `shared` are left out, for `prefix` has what attention to them gives. `least`: bytes of shared
+    memory that a block takes at least."""
     D, H, KV, PS, MP, L = (spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.page_size, spec.max_pages,
                            spec.num_layers)
     G, WARPS, STAGES, BLOCKS = H // KV, tuning.warps, tuning.stages, tuning.blocks
-    act, kv = spec.activation_dtype, spec.page_dtype
+    act, kv, SHARED = spec.activation_dtype, spec.page_dtype, shared_keys
     THREADS, KEYS, TILE_KEYS = WARPS * 32, tuning.warp_keys, tuning.keys
     tile = DecodeTile(spec, tuning.key_tiles)
     COLS, NT, KS, ROW_CHUNKS = tile.columns, tile.columns // 8, tile.steps, tile.row_chunks
@@ -45,18 +48,19 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
     copy_rows, reset, attend, arrange, settle = tile.copy(), tile.reset(), tile.attend(), tile.arrange(), tile.settle()
     assert COLS * MS <= SLOT
 
-    def tiles(length: Any) -> Any:
-        return last_tile(length) - first_tile(length)
-
     @T.prim_func
     def decode_split(q_h: T.handle, layer: T.int64, pages_h: T.handle, page_table_h: T.handle, lengths_h: T.handle,
-                     y_h: T.handle, partial_h: T.handle, stats_h: T.handle, cuts_h: T.handle):
+                     shared_h: T.handle, prefix_h: T.handle, prefix_stats_h: T.handle, y_h: T.handle,
+                     partial_h: T.handle, stats_h: T.handle, cuts_h: T.handle):
         t = T.int64()
         p = T.int64()
         q = T.match_buffer(q_h, (t, H * D), act, align=16)
         pages = T.match_buffer(pages_h, (T.int64(L), p, 2, KV, PS, D), kv, align=16)
         page_table = T.match_buffer(page_table_h, (t, MP), "int32")
         lengths = T.match_buffer(lengths_h, (t,), "int32")
+        shared = T.match_buffer(shared_h, (t,), "int32")
+        prefix = T.match_buffer(prefix_h, (t, H * D), "float32", align=16)
+        prefix_stats = T.match_buffer(prefix_stats_h, (t, H, 2), "float32")
         y = T.match_buffer(y_h, (t, H * D), act, align=16)
         partial = T.match_buffer(partial_h, (2 * BLOCKS, G * D), "float32", align=16)
         stats = T.match_buffer(stats_h, (2 * BLOCKS, 2, G), "float32")
@@ -70,13 +74,13 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
         warp_stats = pool.alloc((2, WARPS, COLS), "float32", align=16)
         pool.move_base_to(0)
         merge = pool.alloc((WARPS, STAGES, SLOT), "float32", align=128)      # the same bytes as the ring
-        pool.commit()
+        pool.commit(max(least, shared_bytes(spec, tuning)))
 
         lane = T.meta_var(tx % 32)
         warp = T.meta_var(tx // 32)
         rows = T.meta_var(T.Cast("int32", t))
-        load_at = T.alloc_buffer((5,), "int32", scope="local")       # where the copies are
-        at = T.alloc_buffer((5,), "int32", scope="local")            # where the arithmetic is
+        load_at = T.alloc_buffer((6,), "int32", scope="local")       # where the copies are
+        at = T.alloc_buffer((6,), "int32", scope="local")            # where the arithmetic is
         acc = T.alloc_buffer((KS, NT, 4), "float32", scope="local")
         query = T.alloc_buffer((KS, NT, 2), "uint32", scope="local")
         words = T.alloc_buffer((1,), "uint32", scope="local")
@@ -107,11 +111,24 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
         cut_count: T.int32
 
         @T.inline
+        def find_row(place):
+            place[LENGTH] = lengths[place[ROW]]
+            place[LAST] = last_tile(place[LENGTH])
+            if SHARED:
+                place[FIRST] = shared[place[ROW]] // TILE_KEYS
+            else:
+                place[FIRST] = first_tile(place[LENGTH])
+
+        @T.inline
         def scan():
             # `count` becomes the tiles of row base + lane, `sum` their inclusive prefix within these 32 rows
             count = 0
             if base + lane < rows:
-                count = tiles(lengths[base + lane]) * KV
+                slot = lengths[base + lane]
+                count = last_tile(slot) - first_tile(slot)
+                if SHARED:
+                    count = count - shared[base + lane] // TILE_KEYS
+                count = count * KV
             sum = count
             for i in T.unroll(5):
                 slot = shuffle_up(sum, 1 << i)
@@ -123,17 +140,16 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
             # skip rows without keys
             place[LENGTH] = 0
             while T.And(place[ROW] < rows, place[LENGTH] == 0):
-                place[LENGTH] = lengths[place[ROW]]
+                find_row(place)
                 if place[LENGTH] == 0:
                     place[ROW] = place[ROW] + 1
-            place[TILE] = first_tile(place[LENGTH])
-            place[LAST] = last_tile(place[LENGTH])
+            place[TILE] = place[FIRST]
 
         @T.inline
         def advance(place):
             place[TILE] = place[TILE] + 1
             if place[TILE] == place[LAST]:
-                place[TILE] = first_tile(place[LENGTH])
+                place[TILE] = place[FIRST]
                 place[HEAD] = place[HEAD] + 1
                 if place[HEAD] == KV:
                     place[HEAD] = 0
@@ -176,6 +192,20 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
             arrange(query)
             reset(acc, top, total)
             begin_tile = at[TILE]
+            if SHARED:
+                # the first warp of a row's first part goes on where the attention to the shared keys ended
+                if T.And(warp == 0, T.And(begin_tile == at[FIRST], begin_tile > 0)):
+                    for n in T.unroll(NT):
+                        for j in T.unroll(2):
+                            head = T.meta_var(n * 8 + lane % 4 * 2 + j)
+                            if head < G:
+                                top[n, j] = prefix_stats[at[ROW], at[HEAD] * G + head, 0]
+                                if lane < 4:
+                                    total[n, j] = prefix_stats[at[ROW], at[HEAD] * G + head, 1]
+                                for k in T.unroll(KS):
+                                    for i in T.unroll(2):
+                                        acc[k, n, 2 * i + j] = prefix[at[ROW], (
+                                            at[HEAD] * G + head) * D + tile.output_at(2 * k + i, lane // 4)]
 
         @T.inline
         def block_of(result, place):
@@ -201,9 +231,9 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
                         element = T.meta_var(tile.output_at(2 * k + j // 2, lane // 4))
                         merge[warp, index, (n * 8 + lane % 4 * 2 + j % 2) * MS + element] = acc[k, n, j]
             T.cuda.cta_sync()
-            whole = T.if_then_else(T.And(begin_tile == first_tile(at[LENGTH]), at[TILE] + 1 == at[LAST]), 1, 0)
+            whole = T.if_then_else(T.And(begin_tile == at[FIRST], at[TILE] + 1 == at[LAST]), 1, 0)
             slot = 2 * bx + segment
-            if T.And(whole == 0, begin_tile == first_tile(at[LENGTH])):
+            if T.And(whole == 0, begin_tile == at[FIRST]):
                 block_of(cut_count, work + at[LAST] - (at[TILE] + 1) - 1)
                 cut_count = cut_count - bx + 1
                 cut_row = at[ROW]
@@ -237,8 +267,8 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
             segment = 1
 
         if early:
-            T.ptx[AWAIT]()
             T.ptx[RELEASE]()
+        # Before the wait only what no kernel of this step writes: lengths, page table, and keys of earlier steps.
         # find this block's share of the work
         work = 0
         base = 0
@@ -272,22 +302,26 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
                 else:
                     at[TILE] = at[TILE] - slot
                     base = base + 32
-            at[LENGTH] = lengths[at[ROW]]
-            at[HEAD] = at[TILE] // tiles(at[LENGTH])
-            at[TILE] = first_tile(at[LENGTH]) + at[TILE] % tiles(at[LENGTH])
-            at[LAST] = last_tile(at[LENGTH])
+            find_row(at)
+            at[HEAD] = at[TILE] // (at[LAST] - at[FIRST])
+            at[TILE] = at[FIRST] + at[TILE] % (at[LAST] - at[FIRST])
             segment = 0
-            for i in T.unroll(5):
+            for i in T.unroll(6):
                 load_at[i] = at[i]
             load_work = work
             find_pages()
             for s in T.unroll(STAGES - 1):
                 if load_work < end:
+                    if early:
+                        if load_at[TILE] + 1 == load_at[LAST]:
+                            T.ptx[AWAIT]()                           # the tile has the new key
                     copy(s)
                     load_work = load_work + 1
                     advance(load_at)
                     find_pages()
                 T.ptx[COMMIT]()
+            if early:
+                T.ptx[AWAIT]()
             begin_segment()
             stage = 0
             while work < end:
@@ -311,6 +345,8 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
                     at[TILE] = at[TILE] + 1
                 stage = T.if_then_else(stage == STAGES - 1, 0, stage + 1)
             T.ptx[WAIT](0)
+        if early:
+            T.ptx[AWAIT]()                                           # blocks without work too
         # what stage two needs to know, and rows without keys
         if tx == 0:
             cuts[bx, 0] = cut_row
@@ -325,4 +361,4 @@ def decode_split_function(spec: AttentionSpec, tuning: DecodeTuning, early: bool
                         y[base, tx + i * THREADS] = T.Cast(act, T.float32(0))
             base = base + BLOCKS
 
-    return decode_split
+    return decode_split if SHARED else without_parameters(decode_split, "shared", "prefix", "prefix_stats")

@@ -31,11 +31,15 @@ class DecodeTile:
     of the pages' dtype in shared memory; in registers query u32 (steps, columns / 8, 2), acc f32 (steps, columns / 8, 4),
     and top (in log2 units) and total f32 (columns / 8, 2)."""
 
-    def __init__(self, spec: AttentionSpec, key_tiles: int) -> None:
+    def __init__(self, spec: AttentionSpec, key_tiles: int, columns: int | None = None,
+                 part_tiles: int | None = None) -> None:
+        """`columns`: queries a warp attends for, those of a KV head by default. `part_tiles`: of the `key_tiles` that it
+        attends to at once, so many are in one warp's part of the ring and the next in the part behind; all by default."""
         D, PS = spec.head_dim, spec.page_size
         self.spec, self.key_tiles, self.keys = spec, key_tiles, 16 * key_tiles
+        self.part_tiles = part_tiles or key_tiles
         self.unit = 16 // spec.kv_item_bytes                         # elements of 16 bytes
-        self.columns, self.row_chunks = head_columns(spec), row_chunks(D, spec.kv_item_bytes)
+        self.columns, self.row_chunks = columns or head_columns(spec), row_chunks(D, spec.kv_item_bytes)
         self.steps, self.chunks = D // 16, D // self.unit
         self.passes = self.keys * self.chunks // 32                  # copy instructions of a warp
         assert D % 16 == 0 and self.keys * self.chunks % 32 == 0
@@ -47,6 +51,10 @@ class DecodeTile:
     def chunk(self, row: Any, column: Any) -> Any:
         """Place of 16 bytes in a warp's keys: spread over the banks by XOR where the row is a multiple of 128 bytes."""
         return row * self.row_chunks + (column ^ (row % 8) if self.chunks % 8 == 0 else column)
+
+    def rows(self, warp: Any, m: int, row: Any) -> tuple[Any, Any]:
+        """(part of the ring, row in it) of row `row` of key tile m, counted from the part of `warp`."""
+        return warp + m // self.part_tiles, m % self.part_tiles * 16 + row
 
     def page_slot(self, i: int) -> int:
         """Which of the warp's page ids copy instruction i needs."""
@@ -146,8 +154,9 @@ class DecodeTile:
         def scores_fp8(ring, warp, index, lane, query, score, m, frag, wide):
             # two blocks of 16 elements, rows g and g + 8 of each
             for k in T.unroll(KS // 2):
-                T.ptx[LDMATRIX](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
-                    [warp, index, 0, self.chunk(m * 16 + lane % 16, 2 * k + lane // 16), 0]))
+                part, row = T.meta_var(self.rows(warp, m, lane % 16))
+                T.ptx[LDMATRIX](frag[0], frag[1], frag[2], frag[3],
+                                ring.ptr_to([part, index, 0, self.chunk(row, 2 * k + lane // 16), 0]))
                 for j in T.unroll(2):
                     for i in T.unroll(2):
                         take(wide, i, 2 + i, frag[2 * j + i])
@@ -158,8 +167,9 @@ class DecodeTile:
         def outputs_fp8(ring, warp, index, lane, prob, acc, m, frag, wide):
             # two blocks of 16 elements, keys 2t and 2t + 8 on of each; even elements are the upper eight rows
             for k in T.unroll(KS // 2):
-                T.ptx[LDMATRIX_T](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
-                    [warp, index, 1, self.chunk(m * 16 + lane % 16, 2 * k + lane // 16), 0]))
+                part, row = T.meta_var(self.rows(warp, m, lane % 16))
+                T.ptx[LDMATRIX_T](frag[0], frag[1], frag[2], frag[3],
+                                  ring.ptr_to([part, index, 1, self.chunk(row, 2 * k + lane // 16), 0]))
                 for j in T.unroll(2):
                     for i in T.unroll(2):
                         take(wide, 2 * i, 2 * i + 1, frag[2 * j + i])
@@ -181,12 +191,13 @@ class DecodeTile:
                         score[m, n, j] = T.float32(0)
                 if FP8:
                     scores_fp8(ring, warp, index, lane, query, score, m, frag, wide)
-                else:
-                    for k in T.unroll(KS):
-                        T.ptx[LDMATRIX](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
-                            [warp, index, 0, self.chunk(m * 16 + lane % 16, 2 * k + lane // 16), 0]))
-                        for n in T.unroll(NT):
-                            multiply(score, m, n, frag, query, k)
+            for k in T.unroll(0 if FP8 else KS):
+                for m in T.unroll(MT):                               # inside: sums of different keys do not wait
+                    part, row = T.meta_var(self.rows(warp, m, lane % 16))
+                    T.ptx[LDMATRIX](frag[0], frag[1], frag[2], frag[3],
+                                    ring.ptr_to([part, index, 0, self.chunk(row, 2 * k + lane // 16), 0]))
+                    for n in T.unroll(NT):
+                        multiply(score, m, n, frag, query, k)
             for n in T.unroll(NT):
                 for m in T.unroll(MT):
                     for j in T.unroll(4):
@@ -217,12 +228,12 @@ class DecodeTile:
             for m in T.unroll(MT):
                 if FP8:
                     outputs_fp8(ring, warp, index, lane, prob, acc, m, frag, wide)
-                else:
-                    for k in T.unroll(KS):
-                        T.ptx[LDMATRIX_T](frag[0], frag[1], frag[2], frag[3], ring.ptr_to(
-                            [warp, index, 1, self.chunk(m * 16 + lane % 8 + lane // 16 * 8, 2 * k + lane // 8 % 2), 0]))
-                        for n in T.unroll(NT):
-                            multiply(acc, k, n, frag, prob, m)
+                for k in T.unroll(0 if FP8 else KS):
+                    part, row = T.meta_var(self.rows(warp, m, lane % 8 + lane // 16 * 8))
+                    T.ptx[LDMATRIX_T](frag[0], frag[1], frag[2], frag[3],
+                                      ring.ptr_to([part, index, 1, self.chunk(row, 2 * k + lane // 8 % 2), 0]))
+                    for n in T.unroll(NT):
+                        multiply(acc, k, n, frag, prob, m)
 
         return attend
 

@@ -52,6 +52,20 @@ LIMITS = {"sm_80": (163, 164, 108), "sm_86": (99, 100, 84), "sm_89": (99, 100, 1
           "sm_90a": (227, 228, 132), "sm_100a": (227, 228, 148), "sm_120": (99, 100, 170)}
 
 
+def spread_tuning(spec: AttentionSpec, rows: int, arch: str) -> DecodeTuning:
+    """For batches whose lengths differ or that share leading keys."""
+    tuning, (_, multiprocessor_kb, count) = default_tuning(spec, arch), LIMITS[arch]
+    if rows <= MANY_ROWS:            # two stages leave L1 to the matmuls beside it
+        tuning = replace(tuning, stages=2)
+        wide = replace(tuning, warps=8, blocks=count)
+        return wide if spec.head_dim * spec.kv_item_bytes <= 128 and multiprocessor_kb > 200 else tuning
+    blocks = min(3, int(multiprocessor_kb / (shared_bytes(spec, tuning) / 1024 + 1)))
+    return replace(tuning, blocks=count * blocks)
+
+
+MANY_ROWS = 8                      # beyond, matmuls are not gemm_rows and need no L1
+
+
 def default_tuning(spec: AttentionSpec, arch: str) -> DecodeTuning:
     """Two blocks per multiprocessor (measured best on an H200: docs), 32 keys a warp where rows are short; e4m3 pages: half
     the bytes take as much arithmetic, so twice the warps."""

@@ -12,6 +12,7 @@ import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.model_info import FP8
+from tvm import tirx
 from tvm.script import tirx as T
 
 SHORT = {"bfloat16": "bf16", "float16": "f16"}
@@ -25,6 +26,8 @@ LOG2_E = 1.4426950408889634
 FULL_MASK = 0xFFFFFFFF
 AWAIT = "griddepcontrol.wait"                    # until the kernels before this one are complete
 RELEASE = "griddepcontrol.launch_dependents"     # the next kernel may be launched, up to its own wait
+MAPA = "mapa.shared::cluster.u32"                # address of shared memory in another block of the cluster
+REMOTE_STORE = "st.shared::cluster"
 NEG_BIG = -1e30            # stands for -inf where inf - inf would give NaN
 
 _UNPACK_F16 = """
@@ -74,6 +77,12 @@ def finish(func: Any, early: bool = False, grid: str = "x", shared: bool = True,
             *(f"blockIdx.{axis}" for axis in grid), "threadIdx.x", "tirx.use_programtic_dependent_launch",
             *(["tirx.use_dyn_shared_memory"] if shared else [])])
     return func
+
+
+def without_parameters(func: Any, *names: str) -> Any:
+    """The PrimFunc without parameters that its body does not use."""
+    kept = [parameter for parameter in func.params if parameter.name not in names]
+    return tirx.PrimFunc(kept, func.body, func.ret_type, func.attrs)
 
 
 def mma(dtype: str) -> str:

@@ -19,11 +19,12 @@ from relaxpack.kernel_spec import (
     LinearSpec,
     NormSpec,
     SamplingSpec,
+    SpreadCosts,
     Stage,
     WeightLayout,
 )
 from relaxpack.schedules.kernels.cuda import packing
-from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
+from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention, spread_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
 from relaxpack.schedules.kernels.cuda.embedding import embedding
 from relaxpack.schedules.kernels.cuda.head_sample import head_sample
@@ -33,6 +34,7 @@ from relaxpack.schedules.kernels.cuda.norm import norm_kernel
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
 from relaxpack.schedules.kernels.cuda.sampling import sample
+from relaxpack.schedules.kernels.cuda.spread_costs import spread_costs
 from relaxpack.schedules.kernels.cuda.top_logprobs import top_logprobs
 from relaxpack.schedules.tuning.tuned import TunedKernels
 from relaxpack.target import TargetSpec
@@ -96,6 +98,15 @@ class CudaKernels:
     def prefill_attention(self, spec: AttentionSpec) -> Kernel:
         return self._cached(("prefill_attention", spec),
                             lambda: self._found("prefill_attention", spec) or prefill_attention(spec, self.arch))
+
+    def spread_attention(self, spec: AttentionSpec, rows: int) -> Kernel | None:
+        key = ("spread_attention", rows, spec)
+        if key not in self._kernels and (kernel := spread_attention(spec, rows, self.arch)) is not None:
+            self._kernels[key] = kernel
+        return self._kernels.get(key)
+
+    def spread_costs(self, spec: AttentionSpec, rows: int) -> SpreadCosts:
+        return spread_costs(spec, rows, self.arch)
 
     def rope_append_attention(self, spec: AttentionSpec, rows: int) -> Kernel | None:
         asked = FusedAttentionSpec(spec, rows)

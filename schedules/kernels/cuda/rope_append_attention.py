@@ -17,8 +17,10 @@ from relaxpack.schedules.kernels.cuda.fragments import (
     AWAIT,
     COMMIT,
     EXP2,
+    MAPA,
     NEG_BIG,
     RELEASE,
+    REMOTE_STORE,
     WAIT,
     early_launch,
     finish,
@@ -31,8 +33,6 @@ from relaxpack.schedules.kernels.cuda.fragments import (
 from relaxpack.schedules.kernels.cuda.pages_fp8 import pack_e4m3
 from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import FusedTuning, fused_tuning, inbox_shape, units
 from tvm.script import tirx as T
-
-MAPA, REMOTE_STORE = "mapa.shared::cluster.u32", "st.shared::cluster"
 
 
 def rope_append_attention(spec: AttentionSpec, rows: int, arch: str = "sm_90a",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.model_info import FP8
 from relaxpack.schedules.kernels.cuda.attention_decode_tile import DecodeTile
-from relaxpack.schedules.kernels.cuda.attention_decode_tuning import LIMITS, row_chunks
+from relaxpack.schedules.kernels.cuda.attention_decode_tuning import LIMITS, MANY_ROWS, row_chunks
 from relaxpack.schedules.kernels.cuda.fragments import SHORT, early_launch
 
 
@@ -73,7 +73,6 @@ CHOICES = {4: (16, 3, 1), 8: (8, 4, 1), 16: (4, 4, 1), 32: (4, 2, 2), 64: (2, 3,
 FP8_CHOICES = {4: (16, 4, 2, 2, 1), 8: (8, 4, 2, 2, 1), 32: (4, 4, 2, 2, 1), 64: (2, 4, 3, 2, 1), 128: (2, 4, 3, 2, 0),
                1024: (1, 4, 3, 2, 0)}
 FP8_NARROW_CHOICES = {**FP8_CHOICES, 128: (2, 8, 2, 2, 0), 1024: (1, 8, 2, 2, 0)}
-MANY_ROWS = 8                      # beyond, matmuls are not gemm_rows and need no L1
 LARGEST_CLUSTER = {"sm_90": 16, "sm_90a": 16, "sm_100a": 16}                               # 8 is what every one allows
 
 
@@ -93,7 +92,9 @@ def fused_tuning(spec: AttentionSpec, rows: int, arch: str) -> FusedTuning | Non
         if rows > MANY_ROWS and pairs > 64:
             most_stages = 3
     cluster, least, budget = min(cluster, LARGEST_CLUSTER.get(arch, 8)), 0, LIMITS[arch][0]
-    if rows <= MANY_ROWS and budget > 200:
+    if rows > MANY_ROWS and 64 < pairs <= 128 and not spec.fp8:      # 256 blocks: two on a multiprocessor, not four
+        least = reserve(arch, 2)
+    elif rows <= MANY_ROWS and budget > 200:
         least, budget = reserve(arch, max(1, blocks)), 162
     fitting = (FusedTuning(cluster, warps, stages, key_tiles, least)
                for warps in (8, 4, 2) if warps <= most_warps for stages in range(most_stages, 1, -1))

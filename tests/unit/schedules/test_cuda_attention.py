@@ -54,17 +54,19 @@ def spec(heads: int = 8, kv_heads: int = 2, head_dim: int = 64, page_size: int =
 
 
 def emulate(kernel: Kernel, grids: list[tuple[int, ...]], threads: list[int], buffers: dict[str, Any],
-            sizes: dict[str, int]) -> None:
-    """Run all stages of a kernel; temporaries start as NaN (floats) or -7."""
+            sizes: dict[str, int], clusters: list[int] | None = None, late: tuple[str, ...] = ()) -> None:
+    """Run all stages of a kernel; temporaries start as NaN (floats) or -7. `late`: what the kernel ahead of each stage
+    may not have written yet when that begins."""
     module = EmulatedModule(harness.generate_source({s.name: s.func for s in kernel.stages}, "sm_90a"))
     held = dict(buffers)
     for name, (shape, dtype) in kernel.temporaries.items():
         shape = tuple(sizes[d] if isinstance(d, str) else d for d in shape)
         held[name] = (np.full(shape, NAN_BITS[dtype], np.uint16) if dtype in NAN_BITS
                       else np.full(shape, np.nan if dtype == "float32" else -7, dtype))
-    for stage, grid, count in zip(kernel.stages, grids, threads, strict=True):
+    for i, (stage, grid, count) in enumerate(zip(kernel.stages, grids, threads, strict=True)):
         maps = harness.tensor_maps(stage.func, {**held, **sizes})
-        module.run(stage.name + "_kernel", grid, count, **held, **sizes, **maps)
+        module.run(stage.name + "_kernel", grid, count, cluster=clusters[i] if clusters else 1,
+                   late=tuple(name for name in late if name in stage.inputs), **held, **sizes, **maps)
 
 
 def decode_error(s: AttentionSpec, lengths: list[int], tuning: DecodeTuning, magnitude: float = 1.0) -> float:
