@@ -53,11 +53,11 @@ Phase = tuple[str, list[Any]]
 OPTIONAL: dict[str, int] = {
     "ShareRopeTable": 1, "FoldConstant": 1, "EliminateCommonSubexpr": 1, "PlanMemory": 1,
     "FoldScales": 2, "CombineParallelMatmul": 2, "FuseEpilogues": 2, "FuseAddNorm": 2, "FuseOps": 2,
-    "FuseNormLinear": 2, "FuseRopeAppendAttention": 2, "SpreadDecode": 2,
+    "FuseNormLinear": 2, "FuseRopeAppendAttention": 2,
     "SelectRowsEarly": 3, "RewriteCUDAGraph": 3,
 }
 # Passes that run only where they are asked for by name: they cost accuracy or win nothing by measurement (docs/passes.md).
-ON_REQUEST = ("FoldNormWeights", "FuseResidual", "FuseHeadSample")
+ON_REQUEST = ("FoldNormWeights", "FuseResidual", "FuseHeadSample", "SpreadDecode")
 HIGHEST_LEVEL = 3
 
 
@@ -109,8 +109,7 @@ def phases(provider: KernelProvider, attention: AttentionSpec, formats: Mapping[
         ]),
         ("lower", [
             *([SpecializeBuckets("decode", "t", config.decode_buckets)] if config.decode_buckets else []),
-            *unless("SpreadDecode", *([SpreadDecode(provider, attention, config.spread_buckets)]
-                                      if config.spread_buckets else [])),
+            *requested("SpreadDecode", SpreadDecode(provider, attention, config.spread_buckets)),
             *([SpecializeBuckets("prefill", "t", config.prefill_buckets)] if config.prefill_buckets else []),
             *unless("FuseRopeAppendAttention", FuseRopeAppendAttention(provider, attention)),
             *unless("FuseNormLinear", FuseNormLinear(provider)),

@@ -18,7 +18,7 @@ NOTES = {
     "FuseUnpackOnly": "unpacking becomes part of the matmul's kernel; epilogues stay out",
     "FuseAddNorm": "residual sum and norm become one kernel",
     "SpecializeBuckets": "a function of its own for each batch size and prompt length of a graph",
-    "SpreadDecode": "a second function of decode buckets, for rows that share leading pages or differ much in length",
+    "SpreadDecode": "a second function of decode buckets, for rows that share pages or differ much in length (on request)",
     "FuseRopeAppendAttention": "rotation, append and attention of a decode bucket become one kernel",
     "FuseNormLinear": "norms become part of the matmuls before and after them, where few rows are multiplied",
     "LowerKernels": "placeholders become the kernels of this target",

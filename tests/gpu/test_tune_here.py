@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("sqlalchemy", reason="a machine that only runs bundles has no tuning database")
+
 from relaxpack.dist.tuning.store import open_store
 from relaxpack.fingerprint import compiler_fingerprint, target_fingerprint
 from relaxpack.kernel_spec import NormSpec

@@ -82,7 +82,8 @@ def build(folder: Path, limits: BuildLimits, buckets: dict[str, tuple[int, ...]]
     target = tvm.target.Target({"kind": "llvm"})
     mod = export_model(CONFIG, limits, "float32", "float32", device_sampling=True, embed=embed)
     config = PipelineConfig(decode_buckets=buckets["decode"], prefill_buckets=buckets["prefill"], cuda_graph=True,
-                            enabled=enabled, spread_buckets=buckets.get("decode_spread", ()))
+                            enabled=enabled | ({"SpreadDecode"} if "decode_spread" in buckets else set()),
+                            spread_buckets=buckets.get("decode_spread", ()))
     seen: dict[str, tvm.IRModule] = {}
     final = run_phases(mod, target, phases(PlainKernels(), attention_spec(CONFIG, limits, "float32", "float32"), F32(),
                                            config), lambda phase, after, _: seen.__setitem__(phase, after))

@@ -30,7 +30,8 @@ def test_a_step_for_sm_90a(model: ModelConfig) -> None:
     target, limits = parse_target("cuda:sm_90a"), BuildLimits(2048, max_batch=2, prefill_chunk=16)
     all_phases = phases(kernel_provider(target), attention_spec(config, limits, "bfloat16", "bfloat16"),
                         formats_of(config, "bf16", "bf16"),
-                        PipelineConfig(decode_buckets=(1, 2), cuda_graph=True, spread_buckets=(1, 2)), rest_rule(target))
+                        PipelineConfig(decode_buckets=(1, 2), cuda_graph=True, spread_buckets=(1, 2),
+                                       enabled=frozenset({"SpreadDecode"})), rest_rule(target))
     exported = export_model(config, limits, "bfloat16", "bfloat16", device_sampling=True)
     mod = tvm.IRModule({gv: f for gv, f in exported.functions_items()
                         if gv.name_hint not in ("prefill", "sample", "top_logprobs")})
