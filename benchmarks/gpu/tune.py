@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--broken", default="[]", help=argparse.SUPPRESS)
     parser.add_argument("--db", default="h200.sqlite")
     parser.add_argument("--no-library", action="store_true", help="store, table, condense: kernels of ours alone")
+    parser.add_argument("--no-winners", action="store_true", help="store: the rule everywhere; what won alone is noted only")
     options = parser.parse_args()
     if options.command == "prepare":
         from benchmarks.gpu.tune_tasks import declared, jobs, prepare
@@ -59,7 +60,7 @@ def main() -> int:
         if options.no_library:
             result = own_kernels(result)
         if options.command == "store":
-            store(result, options.db)
+            store(result, options.db, not options.no_winners)
         elif options.command == "table":
             print(table(result))
         else:

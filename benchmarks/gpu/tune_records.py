@@ -73,15 +73,18 @@ def _rounds(times: tuple[float, ...], rotated: int) -> Rounds:
     return Rounds(times, (True,) * len(times), rotated)
 
 
-def record(result: dict[str, Any], decision: Decision) -> TuningRecord:
-    task, winner = decision.task, decision.winner
-    choice = dict(winner["choice"]) if decision.improved else {}
+def record(result: dict[str, Any], decision: Decision, winners: bool = True) -> TuningRecord:
+    """Without `winners` the rule stays, and the record says what it won against alone."""
+    task, winner = decision.task, decision.winner if winners else decision.rule
+    choice = dict(winner["choice"]) if winner["number"] else {}
     library = choice.pop("library", None)
     kept = ({"kind": "library", "library": library, "parameters": choice} if library
             else {"kind": "parameters", "parameters": choice})
     times = means(deciding(task, winner))
     conditions = {"repeats": len(times), "rotated_bytes": min(case["rotated_bytes"] for case in task["cases"]),
                   "method": METHOD, "torch": str(result["torch"])}
+    if decision.improved and not winners:
+        conditions["left_out"] = f"{decision.verdict.why} by itself: whole decode steps with such records were slower"
     if winner.get("beside_us"):
         conditions["beside"] = "RMSNorm, launched dependently: its time is part of the time"
     if len(task["cases"]) > 1:
@@ -102,7 +105,7 @@ def own_kernels(result: dict[str, Any]) -> dict[str, Any]:
                                 for task in result["tasks"]]}
 
 
-def records(result: dict[str, Any]) -> tuple[list[TuningRecord], list[str]]:
+def records(result: dict[str, Any], winners: bool = True) -> tuple[list[TuningRecord], list[str]]:
     """(a record of each task, what could not be decided)."""
     made, problems = [], []
     for task in result["tasks"]:
@@ -110,14 +113,14 @@ def records(result: dict[str, Any]) -> tuple[list[TuningRecord], list[str]]:
         if isinstance(decision, str):
             problems.append(f"{task['name']}: {decision}")
         else:
-            made.append(record(result, decision))
+            made.append(record(result, decision, winners))
     return made, problems
 
 
-def store(result: dict[str, Any], database: str) -> None:
+def store(result: dict[str, Any], database: str, winners: bool = True) -> None:
     from relaxpack.dist.tuning.store import open_store
 
-    made, problems = records(result)
+    made, problems = records(result, winners)
     with open_store(database) as target:
         added = target.add_all(made)
     print("\n".join([*problems, f"{added} records into {database}"]))
