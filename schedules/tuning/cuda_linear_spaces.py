@@ -153,6 +153,8 @@ def _many_tilings(spec: LinearSpec) -> Iterator[Choice]:
             width = tile // split // (2 if spec.gated else 1)
             if tile % split or width % 16 or (spec.gated and tile % 32) or (split > 1 and tiles > linear.CLUSTERS[split]):
                 continue
+            if not linear.keeps_bits(n, tile, split):
+                continue
             waves = -(-tiles * split // linear.MULTIPROCESSORS)
             found.append((waves, waves * (tile // split + _TILE_START), {
                 "tile_n": tile, **({"split": split} if split > 1 else {})}))

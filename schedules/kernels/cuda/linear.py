@@ -137,13 +137,20 @@ def many_tiling(n: int, k: int, rows: int, gated: bool) -> dict[str, int]:
     return {"tile_n": width, "cluster": 1, **({"split": split} if split > 1 else {})}
 
 
+def keeps_bits(n: int, width: int, split: int) -> bool:
+    """Whether a column has the same bits whichever tile writes it last. The last tile of a row overlaps the one before; of
+    three or more pieces of K each block adds its own first, so an order depends on where in its tile a column is."""
+    return split <= 2 or n % width == 0
+
+
 def _fastest(estimate: Callable[[int, int, int, int, int], float], widths: tuple[int, ...], n: int, k: int, rows: int,
              gated: bool, k_tiles: int) -> tuple[int, int]:
     """Columns of a tile and pieces of K with the least estimated time; a tie is for whole tiles."""
     rows, output = min(rows, 4096), 32 if gated else 16
     found = [(estimate(n, k, rows, width, split) * (1.05 if split > 1 else 1), split, width)
              for width in widths for split in (1, 2, 3, 4)
-             if width % (output * split) == 0 and (split == 1 or (k_tiles // split >= 4 and width < 256))]     # 256: spills
+             if width % (output * split) == 0 and (split == 1 or (k_tiles // split >= 4 and width < 256))      # 256: spills
+             and keeps_bits(n, width, split)]
     _, split, width = min(found)
     return width, split
 
