@@ -131,7 +131,7 @@ def gpu(model: str) -> list[str]:
     errors = data.get("errors", {})
     return [f"## {data['gpu']}: {model} in bfloat16", "",
             f"Random weights in the published shapes. Whole engine, Python included, greedy; results/{name}"
-            + (f", vLLM on the same machine right after: results/{peer[0]}" if peer else "")
+            + (f", vLLM on an H200 on the day in its name: results/{peer[0]}" if peer else "")
             + (f", transformers (eager): results/{second[0]}" if second else "") + ".", "",
             *table(["prompt", "batch", "tok/s", "vLLM tok/s", "ratio", "TTFT ms", "vLLM TTFT ms", "transformers tok/s"],
                    rows),
