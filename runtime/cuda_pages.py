@@ -25,7 +25,7 @@ class PageTransfer:
         self._pages, self._num_pages = pages, num_pages
         self._shape = page_shape(info)
         self._piece = page_bytes(info) // info.num_layers
-        self._dtype = np.dtype(f"uint{8 * kv_item_bytes(info.kv_dtype)}")
+        self._dtype = np.dtype("float32" if info.kv_dtype == "float32" else f"uint{8 * kv_item_bytes(info.kv_dtype)}")
 
     def read(self, page_ids: Sequence[int]) -> np.ndarray:
         """Copies of pages, [n, layers, 2, kv_heads, page_size, head_dim]."""

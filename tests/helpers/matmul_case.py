@@ -22,25 +22,11 @@ NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.fl
 TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 2e-6}
 
 
-def _packed_fma(out: list[str], inp: list[str], mnemonic: str) -> str:
-    kind = "true" if "bf16" in mnemonic else "false"
-    number = "nv_bfloat16" if "bf16" in mnemonic else "half"
-    a, b, c = (f"emu::elem<{kind}>({word}, h)" for word in inp)
-    return (f"{{ uint32_t r = 0; for (int h = 0; h < 2; ++h) r |= (uint32_t){number}({a} * {b} + {c}).bits << 16 * h; "
-            f"{out[0]} = r; }}")
-
-
 def _lop3(out: list[str], inp: list[str], mnemonic: str) -> str:
     table = int(mnemonic.split(",")[-1].strip().rstrip(";"), 0)
     terms = [f"({'' if i & 4 else '~'}({inp[0]}) & {'' if i & 2 else '~'}({inp[1]}) & {'' if i & 1 else '~'}({inp[2]}))"
              for i in range(8) if table >> i & 1]
     return f"{{ uint32_t r = {' | '.join(terms)}; {out[0]} = r; }}"
-
-
-def _prmt(out: list[str], inp: list[str], mnemonic: str) -> str:
-    return (f"{{ uint64_t both = (uint64_t)({inp[1]}) << 32 | (uint32_t)({inp[0]}); uint32_t select = {inp[2]}, r = 0; "
-            "for (int b = 0; b < 4; ++b) r |= (uint32_t)(both >> (select >> 4 * b & 7) * 8 & 255) << 8 * b; "
-            f"{out[0]} = r; }}")
 
 
 def _from_e4m3(out: list[str], inp: list[str], mnemonic: str) -> str:
@@ -50,10 +36,8 @@ def _from_e4m3(out: list[str], inp: list[str], mnemonic: str) -> str:
             f"r |= (uint32_t)half(c & 128 ? -v : v).bits << 16 * h; }} {out[0]} = r; }}")
 
 
-cuda_emulator.RULES.insert(0, (r"prmt\.b32", _prmt))
 cuda_emulator.RULES.insert(0, (r"cvt\.rn\.f16x2\.e4m3x2", _from_e4m3))
 cuda_emulator.RULES.insert(0, (r"lop3\.b32", _lop3))
-cuda_emulator.RULES.insert(0, (r"fma\.rn\.(bf16|f16)x2", _packed_fma))
 
 
 def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> np.ndarray:
