@@ -162,6 +162,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None    # keys a query sees, itself included; None = all
     qk_norm_epsilon: float | None = None
+
     @property
     def fp8(self) -> bool:
         """Keys and values are stored as e4m3 numbers."""

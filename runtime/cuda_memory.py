@@ -96,9 +96,9 @@ def download(pinned: PinnedArray, tensor: Any, size: int, offset: int = 0, at: i
     _copy(pinned.pointer + at, tensor.data_ptr() + offset, size, _TO_HOST, "copying from the device")
 
 
-def copy_tensor(destination: Any, source: Any, size: int) -> None:
-    """Start copying the first `size` bytes from one device tensor to another."""
-    _copy(destination.data_ptr(), source.data_ptr(), size, _ON_DEVICE, "copying on the device")
+def copy_tensor(destination: Any, source: Any, size: int, offset: int = 0) -> None:
+    """Start copying the first `size` bytes of one device tensor to another, to byte `offset` of it on."""
+    _copy(destination.data_ptr() + offset, source.data_ptr(), size, _ON_DEVICE, "copying on the device")
 
 
 def copy_within(tensor: Any, source: int, destination: int, size: int, stride: int, count: int) -> None:

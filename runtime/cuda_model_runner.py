@@ -311,7 +311,7 @@ class CudaModelRunner:
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         tensor = tvm.runtime.empty(shape, dtype, self.device)
-        cuda_memory.fill_zero(tensor, int(np.prod(shape)) * {"bfloat16": 2, "float16": 2, "uint8": 1}.get(dtype, 4))
+        cuda_memory.fill_zero(tensor, int(np.prod(shape)) * tensor.dtype.itemsize)
         return tensor
 
     def _stage(self, layout: InputLayout) -> Arrays:

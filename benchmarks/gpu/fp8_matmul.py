@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.matmul_turns import Turns, child, in_turn, run
+from benchmarks.gpu.matmul_turns import Turns, child, in_turn, medians, run
 from benchmarks.gpu.matmul_variants import LINEARS, variant
 
 FEW_ROWS = (16, 64)             # where kernels that read packed fp8 weights and float activations compete
@@ -326,16 +327,8 @@ class Fp8Turns(Turns):
         at("scaled_mm")
         for name, calls in self.scaled_mm(item, (codes, scales), weights, used).items():
             replays[name] = self.bench.captured(calls)
-        names, times = list(replays), {name: [] for name in replays}
-        rounds = -(-(6 if rows >= 4096 else 9) // len(names)) * len(names)
-        for replay in replays.values():
-            replay()
-        for turn in range(rounds):
-            for name in names[turn % len(names):] + names[:turn % len(names)]:
-                times[name].append(replays[name]())
         return {"linear": linear, "rows": rows, "extra": item["extra"], "errors": errors, "ceiling": self.ceiling,
-                "precision": self.precise,
-                "us": {name: sorted(values)[len(values) // 2] for name, values in times.items()}}
+                "precision": self.precise, "us": medians(replays, rows)}
 
 
 class Fp8Checks:
@@ -413,12 +406,7 @@ def report(result: dict[str, Any]) -> None:
               f"quantise+ {whole:.1f}; {2e-6 * item['rows'] * n * k / best:.0f} TFLOP/s; "
               + "; ".join(f"{value:.1f} {name.split('_bf_bf_')[1].replace('de1_e41_', '')}" for value, name in ours[:5]))
     for key, values in ratios.items():
-        means = []
-        for column in zip(*values, strict=True):
-            product = 1.0
-            for value in column:
-                product *= value
-            means.append(product ** (1 / len(values)))
+        means = [geometric_mean(column) for column in zip(*values, strict=True)]
         print(key, "the rule's {:.3f}x torch, {:.3f}x torch with fast sums, {:.3f}x bf16, {:.3f}x quantising".format(*means),
               f"over {len(values)}, least {min(value[0] for value in values):.3f}")
 

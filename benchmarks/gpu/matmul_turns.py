@@ -20,9 +20,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -248,15 +249,21 @@ class Turns:
         at("cublas")
         for name, calls in self.library(item, x, used).items():
             replays[name] = self.bench.captured(calls)
-        names, times = list(replays), {name: [] for name in replays}
-        rounds = -(-(6 if rows >= 4096 else 9) // len(names)) * len(names)
-        for replay in replays.values():
-            replay()
-        for turn in range(rounds):
-            for name in names[turn % len(names):] + names[:turn % len(names)]:
-                times[name].append(replays[name]())
-        return {"linear": linear, "rows": rows, "extra": item["extra"], "errors": errors,
-                "us": {name: sorted(values)[len(values) // 2] for name, values in times.items()}}
+        return {"linear": linear, "rows": rows, "extra": item["extra"], "errors": errors, "us": medians(replays, rows)}
+
+
+def medians(replays: Mapping[str, Callable[[], float]], rows: int) -> dict[str, float]:
+    """Median time of each replay. They run in turns, and every round begins with the next one: the first of a round is the
+    fastest. Fewer rounds where one takes long."""
+    names = list(replays)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    rounds = -(-(6 if rows >= 4096 else 9) // len(names)) * len(names)
+    for replay in replays.values():
+        replay()
+    for turn in range(rounds):
+        for name in names[turn % len(names):] + names[:turn % len(names)]:
+            times[name].append(replays[name]())
+    return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
 
 
 def in_turn(*calls: Callable[[], Any]) -> None:
@@ -357,10 +364,7 @@ def report(result: dict[str, Any]) -> None:
             print(f"{item['linear']:11s} {item['rows']:5d} {item['extra']:8s} {theirs / ours[0][0]:.3f} cublas {theirs:.1f} "
                   + "; ".join(f"{us:.1f} {name.split('_bf_bf_')[1].replace('de1', '')}" for us, name in ours[:3]))
     for key, values in ratios.items():
-        product = 1.0
-        for value in values:
-            product *= value
-        print(key, f"best of ours: {product ** (1 / len(values)):.3f}x over {len(values)}, least {min(values):.3f}")
+        print(key, f"best of ours: {geometric_mean(values):.3f}x over {len(values)}, least {min(values):.3f}")
 
 
 def main() -> int:

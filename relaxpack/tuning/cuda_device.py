@@ -14,13 +14,12 @@ import relaxpack.tvm_setup as tvm_setup
 import tvm
 import tvm_ffi
 from relaxpack.errors import EnvironmentProblem
-from relaxpack.runtime.cuda_memory import check, cudart
+from relaxpack.runtime.cuda_memory import check, copy_tensor, cudart, synchronize
 from relaxpack.tuning.cuda_cases import Repeated, dtype_of
 from relaxpack.tuning_record import Facts
 
 _THREAD_LOCAL = 1            # cudaStreamCaptureModeThreadLocal
 _SHORT_MS = 2.0              # a launch is 1 % of that at most
-_ON_DEVICE = 3               # cudaMemcpyDeviceToDevice
 _SM, _MEMORY = 1, 2          # nvmlClockType_t
 _L2_BYTES = 38               # cudaDevAttrL2CacheSize
 Call = Callable[[], object]
@@ -56,7 +55,7 @@ class Gpu:
 
     def clone(self, tensor: Any) -> Any:
         other = tvm.runtime.empty(tuple(int(d) for d in tensor.shape), str(tensor.dtype), self.device)
-        self._copy(other.data_ptr(), tensor.data_ptr(), _bytes(tensor))
+        copy_tensor(other, tensor, _bytes(tensor))
         return other
 
     def numpy(self, tensor: Any) -> np.ndarray:
@@ -68,7 +67,7 @@ class Gpu:
         tensor.copyfrom(array)
 
     def synchronize(self) -> None:
-        check(cudart().cudaDeviceSynchronize(), "waiting for the device")
+        synchronize()
 
     def captured(self, calls: Sequence[Call]) -> Callable[[], float]:
         """`calls` as one graph; the answer replays it and says how many microseconds one of them took. The first one has run
@@ -122,18 +121,14 @@ class Gpu:
         block = np.ascontiguousarray(wanted.block).reshape(-1)[:size // wanted.block.itemsize]
         first = tvm.runtime.tensor(block, self.device)
         done = min(block.nbytes, size)
-        self._copy(tensor.data_ptr(), first.data_ptr(), done)
+        copy_tensor(tensor, first, done)
         whole = done
         while done < size:                                     # a whole number of blocks doubles
             more = min(done // whole * whole, size - done)
-            self._copy(tensor.data_ptr() + done, tensor.data_ptr(), more)
+            copy_tensor(tensor, tensor, more, done)
             done += more
         self.synchronize()
         return tensor
-
-    def _copy(self, to: int, source: int, size: int) -> None:
-        check(cudart().cudaMemcpyAsync(ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(size), _ON_DEVICE,
-                                       ctypes.c_void_p(0)), "copying on the device")
 
 
 def _bytes(tensor: Any) -> int:

@@ -49,29 +49,31 @@ class ScaledCodes:
         place = self.codes.place
 
         @T.inline
-        def load_scales(registers, buffer, stage, first):
+        def load_scales(registers, o, buffer, stage, first):
             for e in T.unroll(-(-lane_words // 4)):
                 if lane_words == 2:
-                    T.ptx[SHARED2](registers[0], registers[1], buffer.ptr_to([stage, first]))
+                    T.ptx[SHARED2](registers[o], registers[o + 1], buffer.ptr_to([stage, first]))
                 else:
-                    T.ptx[SHARED4](registers[e * 4], registers[e * 4 + 1], registers[e * 4 + 2], registers[e * 4 + 3],
-                                   buffer.ptr_to([stage, first + e * 4]))
+                    T.ptx[SHARED4](registers[o + e * 4], registers[o + e * 4 + 1], registers[o + e * 4 + 2],
+                                   registers[o + e * 4 + 3], buffer.ptr_to([stage, first + e * 4]))
 
         @T.inline
-        def load(c, sc, mn, codes, scales, minimums, stage, strips, strip, u, lane):
-            """Codes, scales and minimums of chunk u of a stage into registers; `strip` counts in the block's `strips`."""
+        def load(c, o, sc, mn, so, codes, scales, minimums, stage, strips, strip, u, lane):
+            """Codes, scales and minimums of chunk u of a stage into registers c[o ..], sc[so ..], mn[so ..]; `strip` counts
+            in the block's `strips`."""
             if bits == 4:
-                T.ptx[SHARED4](c[0], c[1], c[2], c[3], codes.ptr_to([stage, (strip * CHUNKS + u) * 128 + lane * 4]))
+                T.ptx[SHARED4](c[o], c[o + 1], c[o + 2], c[o + 3],
+                               codes.ptr_to([stage, (strip * CHUNKS + u) * 128 + lane * 4]))
             else:
                 for e in T.unroll(2):
-                    T.ptx[SHARED4](c[e * 4], c[e * 4 + 1], c[e * 4 + 2], c[e * 4 + 3],
+                    T.ptx[SHARED4](c[o + e * 4], c[o + e * 4 + 1], c[o + e * 4 + 2], c[o + e * 4 + 3],
                                    codes.ptr_to([stage, (u * strips + strip) * 256 + place(lane, e)]))
             if not whole_row:
                 first = T.meta_var(strip * 16 + lane // 4 * 2 if long_groups else
                                    (strip * CHUNKS + u) * (8 * lane_words) + lane // 4 * lane_words)
-                load_scales(sc, scales, stage, first)
+                load_scales(sc, so, scales, stage, first)
                 if stored:
-                    load_scales(mn, minimums, stage, first)
+                    load_scales(mn, so, minimums, stage, first)
 
         return load
 

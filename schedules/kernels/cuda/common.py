@@ -3,6 +3,8 @@ order, and how a finished PrimFunc is marked. No kernel lives here."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.kernel_spec import NORM_GROUP
 from relaxpack.schedules.kernels.cuda.packing import scale_storage
@@ -43,6 +45,13 @@ def finish(func, name: str, dependent_launch: bool = False, cluster: int = 1, gr
         func = func.with_attr("tirx.kernel_launch_params", [
             *tags, "threadIdx.x", "tirx.use_programtic_dependent_launch", "tirx.use_dyn_shared_memory"])
     return func
+
+
+def block_ids(blocks: Any, cluster: int) -> Any:
+    """(which cluster, which block of it) of `blocks` clusters; a cluster of one is a plain block."""
+    if cluster > 1:
+        return T.cluster_id([blocks]), T.cta_id_in_cluster([cluster])
+    return T.cta_id([blocks]), 0
 
 
 def entry(body, N: int, K: int, OUT: int, dtype: str, out_dtype: str, bias: bool, residual: bool,

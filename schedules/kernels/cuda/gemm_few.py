@@ -10,7 +10,7 @@ the result does not depend on timing and no workspace or counter is needed.
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.common import SHORT, device, linear_func
+from relaxpack.schedules.kernels.cuda.common import SHORT, block_ids, device, linear_func
 from relaxpack.schedules.kernels.cuda.split_epilogue import SplitEpilogue
 from tvm.script import tirx as T
 
@@ -53,11 +53,6 @@ def few_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
     def accumulators(c):
         return [c[i] for i in range(ACC)]
 
-    def block_ids(blocks):
-        if clustered:
-            return T.cluster_id([blocks]), T.cta_id_in_cluster([CL])
-        return T.cta_id([blocks]), 0
-
     @T.inline
     def body(x, weight, bias_buffer, residual_buffer, y, t):
         w_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
@@ -67,7 +62,7 @@ def few_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
         T.call_packed("runtime.cuTensorMapEncodeTiled", x_map, dtype, 2, x.data,
                       K, t, K * 2, BK, XB, 1, 1, 0, SW128, 3, 0)
         with device():
-            ids = T.meta_var(block_ids(GROUPS * T.Cast("int32", T.ceildiv(t, NB))))
+            ids = T.meta_var(block_ids(GROUPS * T.Cast("int32", T.ceildiv(t, NB)), CL))
             wid = T.warp_id([THREADS // 32])
             tx = T.thread_id([THREADS])
             lane = T.meta_var(tx % 32)

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
-from relaxpack.schedules.kernels.cuda.codes_scaled import ScaledCodes
-from relaxpack.schedules.kernels.cuda.common import device, finish, mma_name, quant_entry
-from relaxpack.schedules.kernels.cuda.gemm_few import EVICT_FIRST, EVICT_LAST, SW128, TMA_LOAD
+from relaxpack.schedules.kernels.cuda.codes_scaled import CHUNKS, SHARED2, SHARED4, ScaledCodes
+from relaxpack.schedules.kernels.cuda.common import block_ids, device, finish, mma_name, quant_entry
+from relaxpack.schedules.kernels.cuda.gemm_few import EVICT_LAST, SW128, TMA_LOAD
+from relaxpack.schedules.kernels.cuda.packed_tiles import PackedTiles
 from relaxpack.schedules.kernels.cuda.rows_product import RowsProduct
 from relaxpack.schedules.kernels.cuda.split_epilogue import SplitEpilogue
 from relaxpack.weight_format import WHOLE_ROW, WeightFormat
 from tvm.script import tirx as T
 
-SHARED4, SHARED2 = "ld.shared.v4.b32", "ld.shared.v2.b32"
-U = 2                           # chunks of 64 values of K per stage
+U = CHUNKS                      # chunks of 64 values of K per stage
 
 
 def stage_bytes(weight: WeightFormat, columns: int, strips: int) -> int:
@@ -53,30 +53,22 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
     BS, BM = W * R, W * R * 16                      # strips and weight rows of a block
     KT, TILES = -(-KC // U), -(-STRIPS // BS)
     THREADS = (W * G + 1) * 32
-    long_groups, whole_row, stored = weight.long_groups, weight.group_size == WHOLE_ROW, F.stored
-    LANE, CW = F.scale_words, weight.bits * 32 * U  # words of a lane and chunk; of a strip and stage
-    SW = 0 if whole_row else 16 if long_groups else U * 8 * LANE
+    Q = ScaledCodes(weight, dtype, convert)
+    whole_row, stored, LANE, CW, SW = Q.whole_row, Q.stored, Q.lane_words, Q.code_words, Q.scale_words
     SCALES = -(-BS * SW // 32) * 32 or 1            # of a stage: every TMA box begins at a multiple of 128 bytes
-    CODE_BOX = min(CW, 256)                         # words of a TMA box
     assert BS <= 256
-    tma_bytes = BS * (CW + SW * (2 if stored else 1)) * 4 + NB * U * 64 * 2
+    tiles = PackedTiles(Q, STRIPS, KC, BS, NB * U * 64 * 2)
+    map_codes, map_scales, load_weights = tiles.map_codes, tiles.map_scales, tiles.load
     # A stage belongs to one group: of another one's phases a group could not tell the last but one from the next.
     D = min(stages_that_fit(weight, columns, warps, strips, groups, blocks_per_sm), stages, max(-(-KT // S), G)) // G * G
     E = SplitEpilogue(dtype, out_dtype, out_features=N // 2 if gated else N, rows=BM, columns=NB, split=S, threads=THREADS,
                       clustered=S > 1, bias=bias, residual=residual, glu=glu, groups=G)
     PITCH, end = E.pitch, E.finish
     assert D >= G, "the tile does not fit"
-    code_columns, scale_columns = KC * weight.bits * 32, -(-KC // 2) * 16 if long_groups else KC * 8 * LANE
     P = RowsProduct(F, NT, dtype, K, True)
     add_x, product, wide = P.add_x, P.multiply, F.wide
-    words, place = F.words, F.place
-    Q, MMA = ScaledCodes(weight, dtype, convert), mma_name(dtype)
+    words, MMA = F.words, mma_name(dtype)
     load_codes, make_scales, decode = Q.load, Q.scales, Q.decode
-
-    def block_ids(blocks):
-        if S > 1:
-            return T.cluster_id([blocks]), T.cta_id_in_cluster([S])
-        return T.cta_id([blocks]), 0
 
     @T.inline
     def body(x, codes, scales, minimums, bias_buffer, residual_buffer, y, t):
@@ -84,19 +76,17 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
         T.call_packed("runtime.cuTensorMapEncodeTiled", x_map, dtype, 2, x.data,
                       K, t, K * 2, 64, NB, 1, 1, 0, SW128, 3, 0)
         c_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        T.call_packed("runtime.cuTensorMapEncodeTiled", c_map, "uint32", 2, codes.data,
-                      code_columns, STRIPS, code_columns * 4, CODE_BOX, BS, 1, 1, 0, 0, 3, 0)
+        map_codes(c_map, codes)
         if not whole_row:
             s_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-            T.call_packed("runtime.cuTensorMapEncodeTiled", s_map, "uint32", 2, scales.data,
-                          scale_columns, STRIPS, scale_columns * 4, SW, BS, 1, 1, 0, 0, 3, 0)
+            map_scales(s_map, scales)
         if stored:
             m_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-            T.call_packed("runtime.cuTensorMapEncodeTiled", m_map, "uint32", 2, minimums.data,
-                          scale_columns, STRIPS, scale_columns * 4, SW, BS, 1, 1, 0, 0, 3, 0)
+            map_scales(m_map, minimums)
+        maps = T.meta_var([c_map, None if whole_row else s_map, m_map if stored else None])
         with device():
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": blocks_per_sm})
-            ids = T.meta_var(block_ids(TILES * T.Cast("int32", T.ceildiv(t, NB))))
+            ids = T.meta_var(block_ids(TILES * T.Cast("int32", T.ceildiv(t, NB)), S))
             wid = T.warp_id([W * G + 1])
             tx = T.thread_id([THREADS])
             lane = T.meta_var(tx % 32)
@@ -127,19 +117,6 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
             T.cuda.cta_sync()
 
             @T.inline
-            def load_weights(slot, stage):
-                T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([slot]), T.uint32(tma_bytes))
-                for e in T.unroll(CW // CODE_BOX):
-                    T.ptx[TMA_LOAD](Cs.ptr_to([slot, e * (BS * CODE_BOX)]), T.address_of(c_map), stage * CW + e * CODE_BOX,
-                                    tile * BS, full.ptr_to([slot]), T.uint64(EVICT_FIRST))
-                if not whole_row:
-                    T.ptx[TMA_LOAD](Ss.ptr_to([slot, 0]), T.address_of(s_map), stage * SW, tile * BS, full.ptr_to([slot]),
-                                    T.uint64(EVICT_FIRST))
-                if stored:
-                    T.ptx[TMA_LOAD](Ms.ptr_to([slot, 0]), T.address_of(m_map), stage * SW, tile * BS, full.ptr_to([slot]),
-                                    T.uint64(EVICT_FIRST))
-
-            @T.inline
             def load_x(slot, stage):
                 for u in T.unroll(U):
                     T.ptx[TMA_LOAD](Xs.ptr_to([slot, u * (NB * 64)]), T.address_of(x_map), (stage * U + u) * 64, first_row,
@@ -148,7 +125,7 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
             if wid == W * G:
                 if lane == 0:
                     for i in T.serial(T.min(count, D)):         # weights do not depend on the kernel before
-                        load_weights(i, start + i)
+                        load_weights(i, start + i, tile, full, maps, Cs, Ss, Ms)
                     if dependent_launch:
                         T.ptx["griddepcontrol.launch_dependents"]()
                         T.ptx["griddepcontrol.wait"]()
@@ -156,7 +133,7 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
                         load_x(i, start + i)
                     for j in T.serial(T.max(count - D, 0)):
                         T.cuda.mbarrier_wait(empty.ptr_to([j % D]), j // D % 2)
-                        load_weights(j % D, start + j + D)
+                        load_weights(j % D, start + j + D, tile, full, maps, Cs, Ss, Ms)
                         load_x(j % D, start + j + D)
                 T.cuda.warp_sync()
                 T.ptx["bar.sync"](T.uint32(1), T.uint32(THREADS))
@@ -177,29 +154,6 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
                 acc = T.alloc_buffer((R * NT * 4,), "float32", scope="local")
                 stage: T.int32
                 phase: T.int32
-
-                @T.inline
-                def load_scales(registers, o, buffer, first):
-                    if LANE == 2:
-                        T.ptx[SHARED2](registers[o], registers[o + 1], buffer.ptr_to([stage, first]))
-                    else:
-                        for e in T.unroll(LANE // 4):
-                            T.ptx[SHARED4](registers[o + e * 4], registers[o + e * 4 + 1], registers[o + e * 4 + 2],
-                                           registers[o + e * 4 + 3], buffer.ptr_to([stage, first + e * 4]))
-
-                @T.inline
-                def load_strip(u, r):
-                    strip = T.meta_var(wn * R + r)
-                    for e in T.unroll(words // 4):
-                        o = T.meta_var(r * words + e * 4)
-                        T.ptx[SHARED4](c[o], c[o + 1], c[o + 2], c[o + 3], Cs.ptr_to(
-                            [stage, (strip * U + u) * 128 + lane * 4 if words == 4 else
-                             (u * BS + strip) * 256 + place(lane, e)]))
-                    if not whole_row:
-                        first = T.meta_var(strip * 16 + g * 2 if long_groups else (strip * U + u) * (8 * LANE) + g * LANE)
-                        load_scales(sc, r * LANE, Ss, first)
-                        if stored:
-                            load_scales(mn, r * LANE, Ms, first)
 
                 @T.inline
                 def load_rows(u, j):
@@ -247,12 +201,12 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
                     for u in T.serial(U):                   # unrolled, 64 rows need more registers than there are
                         for r in T.unroll(R):
                             if scaled:
-                                load_codes(c, sc, mn, Cs, Ss, Ms, stage, BS, wn * R + r, u, lane)
+                                load_codes(c, 0, sc, mn, 0, Cs, Ss, Ms, stage, BS, wn * R + r, u, lane)
                                 if not whole_row:
                                     make_scales(upper, lower, least, f, sc, mn)
                                 decode(a, r * 16, R * 16, c, upper, lower, least)
                             else:
-                                load_strip(u, r)
+                                load_codes(c, r * words, sc, mn, r * LANE, Cs, Ss, Ms, stage, BS, wn * R + r, u, lane)
                         for j in T.unroll(2):
                             load_rows(u, j)
                             if scaled:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
-from relaxpack.schedules.kernels.cuda.common import finish, glu_product, mma_name, quant_entry
+from relaxpack.schedules.kernels.cuda.common import block_ids, finish, glu_product, mma_name, quant_entry
 from relaxpack.schedules.kernels.cuda.fragments import COMMIT, COPY16, WAIT
 from relaxpack.weight_format import WeightFormat
 from tvm.script import tirx as T
@@ -40,11 +40,6 @@ def gemm_few_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
     clustered, stored, one = S > 1, F.stored, F.one
     COPIES = columns * 8                            # 16-byte copies of one chunk of x
     load_piece, decode = F.load, F.decode
-
-    def block_ids(blocks):
-        if clustered:
-            return T.cluster_id([blocks]), T.cta_id_in_cluster([S])
-        return T.cta_id([blocks]), 0
 
     @T.inline
     def gather(v, target, partial, peers, offset):
@@ -78,7 +73,7 @@ def gemm_few_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
     @T.inline
     def body(x, codes, scales, minimums, bias_buffer, residual_buffer, y, t):
         T.device_entry()
-        ids = T.meta_var(block_ids(GROUPS * T.Cast("int32", T.ceildiv(t, columns))))
+        ids = T.meta_var(block_ids(GROUPS * T.Cast("int32", T.ceildiv(t, columns)), S))
         wid = T.warp_id([W])
         tx = T.thread_id([THREADS])
         lane = T.meta_var(tx % 32)

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.codes_scaled import CHUNKS, ScaledCodes
-from relaxpack.schedules.kernels.cuda.common import SHORT, device, finish, quant_entry
+from relaxpack.schedules.kernels.cuda.common import SHORT, block_ids, device, finish, quant_entry
 from relaxpack.schedules.kernels.cuda.gemm_few import DESC, WG_FENCE
+from relaxpack.schedules.kernels.cuda.packed_tiles import PackedTiles
 from relaxpack.schedules.kernels.cuda.split_epilogue import SplitEpilogue
 from relaxpack.weight_format import WeightFormat
 from tvm.script import tirx as T
 
-TMA_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-EVICT_FIRST = 0x12F0000000000000
 WG = 128
 STAGE_K = CHUNKS * 64           # values of K per stage
 LOAD_X = "ld.global.v4.b32"
@@ -60,7 +59,6 @@ def gemm_mixed(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str,
     CW, SW = F.code_words, F.scale_words            # words of a strip and stage
     stored, whole_row = F.stored, F.whole_row
     SCALES = max(SW, 4)
-    tma_bytes = BS * (CW + SW * (2 if stored else 1)) * 4
     stage_bytes = BS * (CW + SCALES * (2 if stored else 1)) * 4 + NB * STAGE_K * 2
     budget = 227 * 1024 if blocks_per_sm == 1 else 228 * 1024 // blocks_per_sm - 1024
     ring = min((budget - 2048) // stage_bytes, stages, max(-(-KT // S), 2))
@@ -69,8 +67,8 @@ def gemm_mixed(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str,
     PITCH, end = E.pitch, E.finish
     assert ring >= 2 and NB * PITCH * 4 + 1024 <= budget, "the tile does not fit"
     MMA = f"wgmma.mma_async.sync.aligned.m64n{NB}k16.f32.{SHORT[dtype]}.{SHORT[dtype]}"
-    CODE_BOX = min(CW, 256)                         # words of a TMA box
-    code_columns, scale_columns = KC * weight.bits * 32, F.scale_columns(KC)
+    tiles = PackedTiles(F, STRIPS, KC, BS)
+    map_codes, map_scales, load_weights = tiles.map_codes, tiles.map_scales, tiles.load
     TASKS = NB * 2 * CHUNKS                         # 64-byte pieces of x per stage
     REPEAT = -(-TASKS // WG)
     DEPTH = 4 if TASKS < WG or (REPEAT == 1 and blocks_per_sm == 1) else 2      # pieces of x that a thread has under way
@@ -83,27 +81,20 @@ def gemm_mixed(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str,
     def accumulators(c, r):
         return [c[r * ACC + i] for i in range(ACC)]
 
-    def block_ids(blocks):
-        if S > 1:
-            return T.cluster_id([blocks]), T.cta_id_in_cluster([S])
-        return T.cta_id([blocks]), 0
-
     @T.inline
     def body(x, codes, scales, minimums, bias_buffer, residual_buffer, y, t):
         c_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        T.call_packed("runtime.cuTensorMapEncodeTiled", c_map, "uint32", 2, codes.data,
-                      code_columns, STRIPS, code_columns * 4, CODE_BOX, BS, 1, 1, 0, 0, 3, 0)
+        map_codes(c_map, codes)
         if not whole_row:
             s_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-            T.call_packed("runtime.cuTensorMapEncodeTiled", s_map, "uint32", 2, scales.data,
-                          scale_columns, STRIPS, scale_columns * 4, SW, BS, 1, 1, 0, 0, 3, 0)
+            map_scales(s_map, scales)
         if stored:
             m_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-            T.call_packed("runtime.cuTensorMapEncodeTiled", m_map, "uint32", 2, minimums.data,
-                          scale_columns, STRIPS, scale_columns * 4, SW, BS, 1, 1, 0, 0, 3, 0)
+            map_scales(m_map, minimums)
+        maps = T.meta_var([c_map, None if whole_row else s_map, m_map if stored else None])
         with device():
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": blocks_per_sm})
-            ids = T.meta_var(block_ids(GROUPS * T.Cast("int32", T.ceildiv(t, NB))))
+            ids = T.meta_var(block_ids(GROUPS * T.Cast("int32", T.ceildiv(t, NB)), S))
             wid = T.warp_id([THREADS // 32])
             tx = T.thread_id([THREADS])
             lane = T.meta_var(tx % 32)
@@ -130,20 +121,6 @@ def gemm_mixed(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str,
                     T.ptx.mbarrier.init.shared.b64(empty.ptr_to([s]), T.uint32(NC * 4))
                 T.ptx.fence.proxy.async_.shared__cta()
             T.cuda.cta_sync()
-
-            @T.inline
-            def load_weights(slot, stage):
-                """One thread: codes, scales and minimums of a stage of K for the block's strips."""
-                T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([slot]), T.uint32(tma_bytes))
-                for e in T.unroll(CW // CODE_BOX):
-                    T.ptx[TMA_LOAD](Cs.ptr_to([slot, e * (BS * CODE_BOX)]), T.address_of(c_map), stage * CW + e * CODE_BOX,
-                                    tile * BS, full.ptr_to([slot]), T.uint64(EVICT_FIRST))
-                if not whole_row:
-                    T.ptx[TMA_LOAD](Ss.ptr_to([slot, 0]), T.address_of(s_map), stage * SW, tile * BS, full.ptr_to([slot]),
-                                    T.uint64(EVICT_FIRST))
-                if stored:
-                    T.ptx[TMA_LOAD](Ms.ptr_to([slot, 0]), T.address_of(m_map), stage * SW, tile * BS, full.ptr_to([slot]),
-                                    T.uint64(EVICT_FIRST))
 
             if wid >= NC * 4:
                 if shift_registers:
@@ -182,7 +159,7 @@ def gemm_mixed(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str,
 
                 if px == 0:
                     for i in T.serial(T.min(count, ring)):      # weights do not depend on the kernel before
-                        load_weights(i, start + i)
+                        load_weights(i, start + i, tile, full, maps, Cs, Ss, Ms)
                 if dependent_launch:
                     T.ptx["griddepcontrol.wait"]()
                     T.ptx["griddepcontrol.launch_dependents"]()
@@ -197,7 +174,7 @@ def gemm_mixed(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str,
                             if T.And(i >= ring, f % REPEAT == 0):
                                 T.cuda.mbarrier_wait(empty.ptr_to([i % ring]), i // ring % 2 ^ 1)
                                 if px == 0:
-                                    load_weights(i % ring, start + i)
+                                    load_weights(i % ring, start + i, tile, full, maps, Cs, Ss, Ms)
                             store_x(f, i % ring, d)
                             if f % REPEAT == REPEAT - 1:
                                 T.ptx.fence.proxy.async_.shared__cta()
@@ -236,7 +213,7 @@ def gemm_mixed(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str,
                     for u in T.unroll(CHUNKS):
                         for r in T.unroll(R):
                             strip = T.meta_var((wid // 4 * R + r) * 4 + wid % 4)
-                            load_codes(c, sc, mn, Cs, Ss, Ms, stage, BS, strip, u, lane)
+                            load_codes(c, 0, sc, mn, 0, Cs, Ss, Ms, stage, BS, strip, u, lane)
                             if not whole_row:
                                 make_scales(upper, lower, least, f, sc, mn)
                             decode(a, (u * R + r) * 16, 2 * R * 16, c, upper, lower, least)

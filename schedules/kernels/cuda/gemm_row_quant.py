@@ -15,6 +15,7 @@ from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
 from relaxpack.schedules.kernels.cuda.common import finish, mma_name, quant_entry
 from relaxpack.schedules.kernels.cuda.fragments import SHORT, shuffle_xor
 from relaxpack.schedules.kernels.cuda.rows_epilogue import RowsEpilogue
+from relaxpack.schedules.kernels.cuda.rows_product import run_rounds
 from relaxpack.weight_format import WeightFormat
 from tvm.script import tirx as T
 
@@ -160,21 +161,7 @@ def gemm_row_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: 
         scale(scales_of_rows, squares, total, norm, by, tx, wid, rows)
         for i in T.unroll(4):
             acc[i] = T.float32(0)
-        if ahead:                               # the next round's weights are on their way while this one multiplies
-            for r in T.serial(-(-rounds // 2)):
-                for s in T.unroll(2):
-                    if r * 2 + s + 1 < rounds:
-                        load(r * 2 + s + 1, 1 - s)
-                    if r * 2 + s < rounds:
-                        if r * 2 + s > 0:
-                            load_x(r * 2 + s)
-                        multiply(s)
-        else:
-            for r in T.serial(rounds):
-                if r > 0:
-                    load(r, 0)
-                    load_x(r)
-                multiply(0)
+        run_rounds(rounds, ahead, load, load_x, multiply)
         for h in T.unroll(2):                   # over the groups of a row: its columns lie in CH neighbouring lanes
             acc[h * 2] = acc[h * 2] + acc[h * 2 + 1]
             if CH >= 2:

@@ -12,7 +12,7 @@ import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
 from relaxpack.schedules.kernels.cuda.common import finish, quant_entry
 from relaxpack.schedules.kernels.cuda.rows_epilogue import RowsEpilogue
-from relaxpack.schedules.kernels.cuda.rows_product import RowsProduct
+from relaxpack.schedules.kernels.cuda.rows_product import RowsProduct, run_rounds
 from relaxpack.weight_format import WeightFormat
 from tvm.script import tirx as T
 
@@ -112,21 +112,7 @@ def gemm_rows_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype:
         scale(scales_of_rows, squares, total, norm, by, tx, wid, rows)
         for i in T.unroll(ACC):
             acc[i] = T.float32(0)
-        if ahead:                               # the next round's weights are on their way while this one multiplies
-            for r in T.serial(-(-rounds // 2)):
-                for b in T.unroll(2):
-                    if r * 2 + b + 1 < rounds:
-                        load(r * 2 + b + 1, 1 - b)
-                    if r * 2 + b < rounds:
-                        if r * 2 + b > 0:
-                            load_x(r * 2 + b)
-                        multiply(b)
-        else:
-            for r in T.serial(rounds):
-                if r > 0:
-                    load(r, 0)
-                    load_x(r)
-                multiply(0)
+        run_rounds(rounds, ahead, load, load_x, multiply)
         for s in T.unroll(strips):
             for n in T.unroll(NT):
                 for e in T.unroll(4):

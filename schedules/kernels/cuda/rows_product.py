@@ -1,4 +1,4 @@
-"""What the kernels for few rows and quantised weights share (gemm_rows_quant.py, gemm_rows_bulk.py): x in the order of the
+"""What kernels for few rows and quantised weights share (gemm_rows_quant.py and its kin): rounds, x in the order of the
 packed codes, and the product of one group of codes on mma.m16n8k16, scaled and added in float32. No kernel lives here."""
 
 from __future__ import annotations
@@ -10,6 +10,27 @@ from relaxpack.schedules.kernels.cuda.common import mma_name
 from tvm.script import tirx as T
 
 LOAD_X4, LOAD_X2 = "ld.global.v4.b32", "ld.global.v2.b32"
+
+
+@T.inline
+def run_rounds(rounds, ahead, load, load_x, multiply):
+    """A warp's rounds of K: `load(round, set)` brings weights into a set of registers, `load_x(round)` x, `multiply(set)`
+    uses both. The first round's are there. `ahead`: the next one's weights are on their way while this one multiplies."""
+    if ahead:
+        for r in T.serial(-(-rounds // 2)):
+            for s in T.unroll(2):
+                if r * 2 + s + 1 < rounds:
+                    load(r * 2 + s + 1, 1 - s)
+                if r * 2 + s < rounds:
+                    if r * 2 + s > 0:
+                        load_x(r * 2 + s)
+                    multiply(s)
+    else:
+        for r in T.serial(rounds):
+            if r > 0:
+                load(r, 0)
+                load_x(r)
+            multiply(0)
 
 
 class RowsProduct:
