@@ -75,9 +75,12 @@ def mismatch(entries: Sequence[TargetEntry], host: Host, source: str, kind: str 
     why = "; ".join(f"{entry.target.name}: " + ("another kind was asked for" if kind not in (None, entry.target.kind)
                                                 else ", ".join(reasons_against(entry.target, host)))
                     for entry in entries)
-    name = kind or ("cuda" if host.gpus and all(entry.target.kind == "cuda" for entry in entries) else "cpu")
+    possible = None if kind == "cuda" and not host.gpus else kind
+    name = possible or ("cuda" if host.gpus and all(entry.target.kind == "cuda" for entry in entries) else "cpu")
     advice = f"Build one for it from {source}: relaxpack build MODEL --target {name} -o NEW_BUNDLE"
-    if kind == "cuda" and not host.gpus:
-        advice = "Nothing built for cuda runs here; without a wish for cuda, what fits is chosen"
+    if possible != kind:
+        others = any(entry.target.kind != "cuda" for entry in entries)
+        advice = "Nothing built for cuda runs here" + (
+            "; without a wish for cuda, what fits is chosen" if others else f", and the bundle has nothing else. {advice}")
     return TargetMismatchError(f"the bundle does not fit this machine: {why or 'it has no targets'}. This machine: "
                                f"{host}. {advice}")

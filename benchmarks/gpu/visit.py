@@ -114,6 +114,7 @@ def run(folder: Path, out: Path, minutes: float, only: set[str] | None = None,
                                              **(_run_one(section, folder, min(section.limit, left)) if left > 5 else
                                                 {"ok": False, "error": "no time was left"})}
         results["seconds"] = round(time.monotonic() - begin, 1)
+        out.parent.mkdir(parents=True, exist_ok=True)
         beside = out.with_name(f"{out.name}.partial")
         # Where things lie on that machine is nobody's business.
         beside.write_text(json.dumps(results, indent=1).replace(f"{folder}/", "").replace(f"{ROOT}/", "") + "\n")
