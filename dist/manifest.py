@@ -7,12 +7,13 @@ The meaning of every field is in docs/artifact_format.md; this module does not o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from relaxpack.dist.integrity import MAX_MEMBERS, canonical_json, check_member_name, parse_json
 from relaxpack.errors import DamagedMemberError, NewerFormatError, NotABundleError
-from relaxpack.model_info import FP8, ModelInfo
+from relaxpack.kernel_spec import SpreadCosts
+from relaxpack.model_info import FP8, KV_DTYPES, ModelInfo
 from relaxpack.target import TargetSpec
 
 FORMAT_VERSION = 3      # the newest this relaxpack reads; it writes the oldest that says all (`Manifest.oldest_format`)
@@ -94,13 +95,12 @@ class TargetEntry:
                     {name: tuple(sizes) for name, sizes in _get(data, "buckets", dict, {}).items()},
                     _get(data, "memory_plan", dict, {}), _get(data, "kernels", dict, {}),
                     tuple(_get(data, "tuning_records", list, [])),
-                    _dtype(data, "activation_dtype"), _dtype(data, "kv_dtype"),
+                    _dtype(data, "activation_dtype"), _one_of(data, "kv_dtype", tuple(KV_DTYPES.values())),
                     {check_member_name(stem): _names(names)
                      for stem, names in _get(data, "shared_params", dict, {}).items()},
                     check_member_name(_get(data, "explain", str, "explain.json")),
                     _get(data, "canary", dict, {}), _get(data, "libraries", dict, {}),
-                    _dtype(data, "activations"),
-                    _get(data, "spread", dict, {}))
+                    _one_of(data, "activations", ("fp8",)), _spread(_get(data, "spread", dict, {})))
         return replace(known, extra=_unknown(data, known.to_json()))
 
 
@@ -195,6 +195,22 @@ def _names(values: Any) -> tuple[str, ...]:
 
 def _dtype(data: Json, key: str) -> str | None:
     return _get(data, key, str) if key in data else None
+
+
+def _one_of(data: Json, key: str, known: tuple[str, ...]) -> str | None:
+    value = _dtype(data, key)
+    if value not in (None, *known):
+        raise ValueError(f"{key} is {value!r}, expected one of {', '.join(known)}")
+    return value
+
+
+def _spread(data: Json) -> Json:
+    names = {field.name for field in fields(SpreadCosts)}
+    for rows, costs in data.items():
+        if not rows.isdecimal() or not isinstance(costs, dict) or costs.keys() != names \
+                or any(type(value) not in (int, float) for value in costs.values()):
+            raise TypeError(f"spread gives no costs for a bucket: {rows!r}: {costs!r}")
+    return data
 
 
 def _get(data: Json, key: str, kind: type, default: Any = None) -> Any:

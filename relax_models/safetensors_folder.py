@@ -198,7 +198,7 @@ _ITEM_SIZE = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16":
 def _entry(file: str, name: str, value: Any, base: int) -> _Entry:
     try:
         dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        whole = all(isinstance(n, int) and n >= 0 for n in (*shape, start, end))
+        whole = isinstance(dtype, str) and all(isinstance(n, int) and n >= 0 for n in (*shape, start, end))
     except (KeyError, TypeError, ValueError):
         whole = False
     if not whole:

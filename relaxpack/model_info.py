@@ -52,6 +52,8 @@ class ModelInfo:
         for name, kind in (*((name, int) for name in _SIZES), *((name, str) for name in _NAMES), ("add_bos", bool)):
             if type(values[name]) is not kind or (kind is int and not 1 <= values[name] < 2**31):
                 raise ValueError(f"model_info: {name} is {values[name]!r}")
+        if values["kv_dtype"] not in KV_DTYPES.values():
+            raise ValueError(f"model_info: kv_dtype is {values['kv_dtype']!r}")
         values["end_token_ids"] = tuple(values["end_token_ids"])
         for token_id in (*values["end_token_ids"], *([] if (bos := values["bos_token_id"]) is None else [bos])):
             if type(token_id) is not int or not 0 <= token_id < values["vocab_size"]:

@@ -61,11 +61,8 @@ class GrammarCompiler:
             raise RequestError(f"the {grammar.kind} grammar is not valid: {error}", grammar.param) from error
         if matcher.is_error():
             raise RequestError(f"the {grammar.kind} grammar is not valid: {_reason(matcher)}", grammar.param)
-        if grammar.kind == "json_schema":
-            begins = GrammarConstraint(matcher.deep_copy(), self._vocab_size).mask()
-            begins[self._end_token_ids] = False
-            if not begins.any():                            # {"$ref": "#"}, say
-                raise RequestError("the json_schema grammar is not valid: no JSON text satisfies it", grammar.param)
+        if not GrammarConstraint(matcher.deep_copy(), self._vocab_size).mask().any():      # {"$ref": "#"}, say
+            raise RequestError(f"the {grammar.kind} grammar is not valid: no text satisfies it", grammar.param)
         return matcher
 
     def _source(self, grammar: Grammar) -> str:
@@ -98,6 +95,8 @@ class GrammarConstraint:
     def bits(self) -> np.ndarray:
         """Good until the next call."""
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        if self._matcher.is_error():        # a dead end, which the library would have the end token hide
+            self._words[:] = 0
         return self._words.view(np.uint8)
 
     def accept(self, token_id: int) -> bool:

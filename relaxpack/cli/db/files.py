@@ -40,23 +40,28 @@ def export(path: Path, location: str | None, tvm: bool, force: bool, as_json: bo
       relaxpack db export tvm_database --tvm --here
     """
     from relaxpack.dist.tuning.records_file import SUFFIX, encode
-    from relaxpack.tvm_records import WORKLOADS, export_tvm
+    from relaxpack.tvm_records import RECORDS, WORKLOADS, export_tvm
 
     source = open_source(location)
     records = chosen(source.all(), here=this_machine() if here else None, **filters)
     left: list[Damaged] = []
-    if not tvm and (path.suffix != SUFFIX or path.is_dir()):
+    if not tvm and path.is_dir():
+        raise UsageError(f"{path} is a folder; give the name of a file, or --tvm for TVM's two files")
+    if not tvm and path.suffix != SUFFIX:
         raise UsageError(f"{path}: a bundle's name ends in {SUFFIX}; for TVM's two files give a folder and --tvm")
-    there = path / WORKLOADS if tvm else path
-    if there.exists() and not force:
-        raise UsageError(f"{there} exists already; choose another name, or --force to replace it")
-    if tvm:
-        count, left = export_tvm(records, path)
-    else:
-        beside = path.with_name(f".{path.name}.partial")
-        beside.write_bytes(encode(records))
-        beside.replace(path)
-        count = len(records)
+    for there in (path / WORKLOADS, path / RECORDS) if tvm else (path,):
+        if there.exists() and not force:
+            raise UsageError(f"{there} exists already; choose another name, or --force to replace it")
+    try:
+        if tvm:
+            count, left = export_tvm(records, path)
+        else:
+            beside = path.with_name(f".{path.name}.partial")
+            beside.write_bytes(encode(records))
+            beside.replace(path)
+            count = len(records)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; choose another place") from None
     if as_json:
         return print_json({"path": str(path), "records": count, "left_out": damage_json(left)})
     click.echo(f"{path}: {many(count)}")

@@ -169,6 +169,12 @@ def test_export_and_import_of_a_bundle(db: Cli, tmp_path: Path, records: dict[st
     assert "--force to replace it" in db("export", str(bundle)) and db.code == 2
     assert "3 records" in db("export", str(bundle), "--name", "cpu.gemv", "--target", "cpu", "--force")
     assert "a bundle's name ends in .jsonl" in db("export", str(tmp_path / "a.json")) and db.code == 2
+    assert "is a folder" in db("export", str(tmp_path)) and db.code == 2
+    assert "cannot write" in db("export", str(tmp_path / "no" / "b.jsonl")) and db.code == 2
+    (tmp_path / "tvm").mkdir()
+    (tmp_path / "tvm" / "database_tuning_record.json").write_text("precious")
+    assert "--force to replace it" in db("export", str(tmp_path / "tvm"), "--tvm") and db.code == 2
+    assert (tmp_path / "tvm" / "database_tuning_record.json").read_text() == "precious"
     assert db.json("ls", "--db", str(bundle))["count"] == 3                 # a bundle can be read like a database
 
 

@@ -67,8 +67,19 @@ def test_damage(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("change", [
+    {"kv_dtype": "bogus"}, {"kv_dtype": "fp8"}, {"activations": "bogus"}, {"spread": {"8": {}}}, {"spread": {"x": {}}},
+    {"spread": {"8": 3}},
+    {"spread": {"8": {"longest_us": "1", "key_us": 1, "again_us": 1, "shared_us": 1, "more_us": 1}}}])
+def test_facts_of_a_target_that_make_no_sense_are_damage(change: dict[str, Any]) -> None:
+    (target,) = json.loads(MANIFEST.to_bytes())["targets"]
+    with pytest.raises(DamagedMemberError, match="manifest.json is damaged"):
+        Manifest.from_bytes(changed(targets=[{**target, **change}]))
+
+
+@pytest.mark.parametrize("change", [
     {"max_context": -5}, {"page_size": "x"}, {"page_size": 0}, {"vocab_size": True}, {"max_batch": 1 << 40}, {"name": None},
-    {"kv_dtype": 3}, {"end_token_ids": 2}, {"end_token_ids": ["2"]}, {"bos_token_id": 10**9}, {"add_bos": "no"}])
+    {"kv_dtype": 3}, {"kv_dtype": "fp8"}, {"end_token_ids": 2}, {"end_token_ids": ["2"]}, {"bos_token_id": 10**9},
+    {"add_bos": "no"}])
 def test_model_facts_that_make_no_sense_are_damage(change: dict[str, Any]) -> None:
     info = json.loads(MANIFEST.to_bytes())["model_info"]
     for data in (changed(model_info={**info, **change}),

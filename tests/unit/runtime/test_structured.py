@@ -95,6 +95,15 @@ def test_bad_grammars_are_refused_before_they_run(tokenizer, compiler, grammar):
     assert caught.value.param == "response_format"
 
 
+def test_a_dead_end_is_an_error_and_no_end(tokenizer, compiler):
+    """The first token is allowed, and then nothing is."""
+    schema = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/x"}, "$defs": {"x": {"$ref": "#/$defs/x"}}}
+    params = SamplingParams(temperature=0.0, max_tokens=20, grammar=Grammar("json_schema", json.dumps(schema)))
+    (output,) = engine_for(tokenizer, compiler).generate([[1, 2]], params)
+    assert output.choices[0].finish_reason is FinishReason.ERROR
+    assert "no token is allowed here" in output.choices[0].error
+
+
 def test_an_error_of_a_regex_says_what_is_wrong_in_it(compiler):
     with pytest.raises(RequestError, match="regex parse error: unclosed group"):
         compiler(Grammar("regex", "(ab"))
