@@ -92,7 +92,8 @@ def test_cut_shard_is_named(tmp_path: Path, keep: float) -> None:
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("header", [b"", b"{", b"[]", b'{"a": 5}', b'{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}',
+@pytest.mark.parametrize("header", [b"", b"{", b"[]", b'{"a": 5}',
+                                    b'{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}',
                                     b'{"a": {"dtype": "F32", "shape": [2]}}',
                                     b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
                                     b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 4]}}',
