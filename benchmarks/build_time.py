@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 def build(model: str, target: str, shown: int) -> None:
     start = time.perf_counter()
-    from relaxpack.compile import kernel_provider, pipeline_config
-    from relaxpack.lowering import lower_model
+    from relaxpack.compile.kernels import kernel_provider
+    from relaxpack.compile.lowering import lower_model
+    from relaxpack.compile.options import pipeline_config
     from relaxpack.relax_models.export import BuildLimits
     from relaxpack.target import parse_target
     from tests.helpers.model_shapes import SHAPES, formats_of

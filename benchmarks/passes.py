@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from relaxpack.compile import kernel_provider, pipeline_config
-from relaxpack.lowering import attention_spec
+from relaxpack.compile.kernels import attention_spec, kernel_provider
+from relaxpack.compile.options import pipeline_config
 from relaxpack.passes.memory_plan import PLAN, arena_bytes
 from relaxpack.passes.pipeline import ON_REQUEST, OPTIONAL, phases, run_phases
 from relaxpack.passes.step_table import step_table

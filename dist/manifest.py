@@ -12,8 +12,8 @@ from typing import Any
 
 from relaxpack.dist.integrity import MAX_MEMBERS, canonical_json, check_member_name, parse_json
 from relaxpack.errors import DamagedMemberError, NewerFormatError, NotABundleError
-from relaxpack.kernel_spec import SpreadCosts
 from relaxpack.model_info import FP8, KV_DTYPES, ModelInfo
+from relaxpack.spread_costs import SpreadCosts
 from relaxpack.target import TargetSpec
 
 FORMAT_VERSION = 3      # the newest this relaxpack reads; it writes the oldest that says all (`Manifest.oldest_format`)
@@ -70,7 +70,7 @@ class TargetEntry:
     canary: Mapping[str, Any] = field(default_factory=dict)     # dist.canary.CanaryOrigin
     libraries: Mapping[str, Any] = field(default_factory=dict)  # library that kernels call → what of it is needed
     activations: str | None = None        # "fp8": products of fp8 weights and many rows round activations to it
-    spread: Mapping[str, Mapping[str, float]] = field(default_factory=dict)     # bucket → kernel_spec.SpreadCosts
+    spread: Mapping[str, Mapping[str, float]] = field(default_factory=dict)     # bucket → SpreadCosts
     extra: Json = field(default_factory=dict)
 
     def to_json(self) -> Json:

@@ -48,6 +48,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from relaxpack.model_info import FP8, kv_item_bytes, page_dtype
+from relaxpack.spread_costs import SpreadCosts
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
 
 NORM_GROUP = 16  # features whose squares are one number of `squares`
@@ -130,19 +131,6 @@ class NormSpec:
 # `shared` i32[t] of decode attention: how many leading keys a row has in common with the others in which this is not 0. The
 # number is the same for all of these, smaller than their lengths, and a multiple of SHARED_KEYS, which tiles divide.
 SHARED_KEYS = 256
-
-
-@dataclass(frozen=True)
-class SpreadCosts:
-    """Microseconds that decode attention of a layer takes, for a bucket with two graphs. The first one: the greater of
-    `longest_us` times the keys of the longest sequence, and `key_us` a key, `again_us` one that another sequence has just
-    read. The second one: `more_us`, `key_us` a key, and `shared_us` one that another sequence shares."""
-
-    longest_us: float
-    key_us: float
-    again_us: float
-    shared_us: float
-    more_us: float
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a parameter of the compiled functions is made from checkpoint tensors. Passes write recipes, `weights.py`
+"""How a parameter of the compiled functions is made from checkpoint tensors. Passes write recipes, `compile/weights.py`
 executes them as a stream. A recipe is a small tree: a checkpoint tensor, rows stacked, products with what was folded in, a
 packing for a kernel, or numbers that are computed.
 """

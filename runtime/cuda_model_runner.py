@@ -20,7 +20,7 @@ import numpy as np
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.kernel_spec import TOP_LOGPROBS, SpreadCosts, counts_width
+from relaxpack.kernel_spec import TOP_LOGPROBS, counts_width
 from relaxpack.model_info import ModelInfo, page_dtype
 from relaxpack.runtime import cuda_memory, step_inputs
 from relaxpack.runtime.cuda_pages import PageTransfer
@@ -31,6 +31,7 @@ from relaxpack.runtime.spread import SPREAD, Chooser, Spread
 from relaxpack.runtime.step_inputs import Arrays, InputLayout
 from relaxpack.runtime.step_plan import SequenceStep, StepPlan
 from relaxpack.runtime.vm import Library
+from relaxpack.spread_costs import SpreadCosts
 
 FillSampling = Callable[[Arrays], int | None]   # writes rows of `settings` (float32 view), `counters` and, where there is
 #                                                 one, `allowed`; says how many rows of that

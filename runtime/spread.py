@@ -12,8 +12,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relaxpack.kernel_spec import SHARED_KEYS, SpreadCosts
+from relaxpack.kernel_spec import SHARED_KEYS
 from relaxpack.runtime.step_plan import SequenceStep
+from relaxpack.spread_costs import SpreadCosts
 
 SPREAD = "decode_spread"
 Rows = list[int]

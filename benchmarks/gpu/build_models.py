@@ -18,12 +18,13 @@ from typing import Any
 
 from models import MODELS
 
-from relaxpack.compile import kernel_provider, named_machines, pipeline_config, records_for
-from relaxpack.lowering import Lowered, lower_model
+from relaxpack.compile.kernels import kernel_provider, named_machines, records_for
+from relaxpack.compile.lowering import Lowered, lower_model
+from relaxpack.compile.options import pipeline_config
+from relaxpack.compile.storage_summary import storage_summary
 from relaxpack.model_info import ModelInfo
 from relaxpack.recipe import to_json
 from relaxpack.relax_models.export import BuildLimits
-from relaxpack.storage_summary import storage_summary
 from relaxpack.target import parse_target
 from relaxpack.weight_format import FORMATS, WeightFormat
 

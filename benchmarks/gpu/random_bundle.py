@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from relaxpack.compile.weights import rope_table
 from relaxpack.dist.bundle import BundleWriter
 from relaxpack.dist.integrity import canonical_json
 from relaxpack.dist.manifest import Manifest, TargetEntry, WeightsSummary
@@ -22,7 +23,6 @@ from relaxpack.dist.params import numpy_dtype
 from relaxpack.model_info import ModelInfo
 from relaxpack.recipe import RopeTable, from_json
 from relaxpack.target import TargetSpec
-from relaxpack.weights import rope_table
 
 _BLOCK = 1 << 23     # numbers
 

@@ -20,6 +20,7 @@ import torch
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.compile.weights import rope_table
 from relaxpack.model_info import ModelInfo
 from relaxpack.recipe import Pack, RopeTable, from_json
 from relaxpack.runtime import cuda_memory
@@ -29,7 +30,6 @@ from relaxpack.runtime.engine import Engine
 from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.step_plan import SequenceStep, StepPlan
 from relaxpack.runtime.vm import Library, device_for
-from relaxpack.weights import rope_table
 
 
 def gate_first(packed: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from relaxpack.explain import explanation
+from relaxpack.explain.document import explanation
 from relaxpack.llm import LLM
 from relaxpack.step_costs import Machine, host_bandwidth
 

@@ -10,11 +10,12 @@ import click
 from click.core import ParameterSource
 
 from relaxpack.cli.options import json_option
-from relaxpack.cli.show import console, human_bytes, print_json, table
+from relaxpack.cli.show import console, print_json, table
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.diff import diff as compare
 from relaxpack.errors import UsageError
-from relaxpack.explain_diff import step_differences
+from relaxpack.explain.bundle_diff import step_differences
+from relaxpack.readable import human_bytes
 
 _MOST = 40   # fields shown; --json has all
 _LONG = 30   # options that are no title of a column any more
@@ -53,7 +54,7 @@ def diff(left: str, right: str | None, left_options: str | None, right_options: 
 
 
 def _diff_options(model: str, left: str, right: str, target: str, as_json: bool) -> int:
-    from relaxpack.option_diff import option_differences
+    from relaxpack.explain.option_diff import option_differences
 
     found = option_differences(model, _build_options(left), _build_options(right), target)
     if as_json:

@@ -8,9 +8,11 @@ from typing import Any
 import click
 
 from relaxpack.cli.options import json_option
-from relaxpack.cli.show import console, human_bytes, print_json, printable, table
+from relaxpack.cli.show import console, print_json, table
 from relaxpack.dist.bundle import Bundle
 from relaxpack.errors import UsageError
+from relaxpack.explain.digest import by_kernel, chain_text, changes, step_functions
+from relaxpack.readable import human_bytes, printable
 
 
 @click.command()
@@ -34,7 +36,7 @@ def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str |
     relaxpack explain smollm2.bundle --html report.html --measure
     relaxpack explain smollm2.bundle --pass FuseAddNorm
     """
-    from relaxpack.explain import explanation
+    from relaxpack.explain.document import explanation
     from relaxpack.step_costs import machine_for
 
     if measure and batch != 1:
@@ -64,7 +66,7 @@ def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str |
             measured = decode_kernel_times(bundle, names, context, kind=spec.kind)
         what = explanation(opened, batch, context, machine, measured, spec.name)
     if html is not None:
-        from relaxpack.explain_html import page
+        from relaxpack.explain.page import page
 
         try:
             html.write_text(page(what), encoding="utf-8")
@@ -119,11 +121,6 @@ def _print(what: dict[str, Any]) -> None:
                   + ", ".join(f"{k['name']} ({k['source']})" for k in what["not_ours"]))
 
 
-def step_functions(what: dict[str, Any]) -> tuple[str, ...]:
-    """Whose sizes are shown pass by pass. A bundle that only embeds has one."""
-    return ("decode", "prefill") if what["step"]["kernels"] else (what["prefill"]["function"],)
-
-
 def _print_tuning(tuning: dict[str, Any], out: Any) -> None:
     """Records the build used, and why it did not use others of the same work."""
     if tuning.get("used"):
@@ -135,7 +132,7 @@ def _print_tuning(tuning: dict[str, Any], out: Any) -> None:
 
 
 def _print_pass(passes: list[dict[str, Any]], name: str, as_json: bool) -> None:
-    from relaxpack.pass_notes import NOTES
+    from relaxpack.explain.pass_notes import NOTES
 
     chosen = [p for p in passes if p["name"] == name]
     if not chosen:
@@ -158,38 +155,6 @@ def _print_pass(passes: list[dict[str, Any]], name: str, as_json: bool) -> None:
                     click.secho(f"@@ {hunk['left_off']} lines more of this change @@", fg="cyan")
             if change["left_off"]:
                 click.secho(f"@@ {change['left_off']} other kinds of change @@", fg="cyan")
-
-
-def by_kernel(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls of one kernel added up, in order of first launch."""
-    sums: dict[str, dict[str, Any]] = {}
-    for kernel in kernels:
-        known = sums.setdefault(kernel["kernel"], {**kernel, "calls": 0, "bytes": 0, "flops": 0, "seconds": 0.0,
-                                                   **({"measured_seconds": 0.0} if "measured_seconds" in kernel else {})})
-        known["calls"] += 1
-        for field in ("bytes", "flops", "seconds", "measured_seconds"):
-            if field in kernel:
-                known[field] += kernel[field]
-    return list(sums.values())
-
-
-def chain_text(step: dict[str, Any]) -> str:
-    """Whether kernels could run side by side."""
-    beside = step["launches"] - step["chain"]
-    if not step["chain"]:
-        return ""
-    return (f"{beside} of them could run beside others: they do not wait for their results." if beside
-            else "Each waits for the result of the one before, so none could run beside another.")
-
-
-def changes(passes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The passes after which the module was another size, or the IR another."""
-    kept: list[dict[str, Any]] = []
-    for one in passes:
-        last = kept[-1] if kept else {}
-        if one.get("ir") or any(one[size] != last.get(size) for size in ("bindings", "prim_funcs")):
-            kept.append(one)
-    return kept
 
 
 def _kernel_row(kernel: dict[str, Any], timed: bool) -> tuple[str, ...]:

@@ -9,9 +9,10 @@ import click
 from rich.text import Text
 
 from relaxpack.cli.options import bundle_argument, json_option
-from relaxpack.cli.show import STYLES, console, human_bytes, print_json, printable, table
+from relaxpack.cli.show import STYLES, console, print_json, table
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.describe import describe
+from relaxpack.readable import human_bytes, printable
 
 
 @click.command(short_help="Show what is in a bundle and whether it fits here.")

@@ -11,6 +11,6 @@ import click
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 def replay(file: Path) -> None:
     """Run the pass of the reproducer FILE on the module it failed on. Exits with 4 where it fails again."""
-    from relaxpack.reproducer import replay as run
+    from relaxpack.compile.reproducer import replay as run
 
     click.echo(run(file))

@@ -1,4 +1,4 @@
-"""How commands print: tables on standard output, numbers in units people read. Knows no command."""
+"""How commands print: tables and JSON on standard output. Knows no command."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from relaxpack.readable import printable
 
 STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
 
@@ -23,15 +25,6 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def human_bytes(count: float) -> str:
-    """Decimal units, three digits: 1536 → "1.54 kB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     """Cells are plain text: what stands in a bundle is never taken for markup."""
     result = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim",
@@ -41,8 +34,3 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text
     for row in rows:
         result.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
     return result
-
-
-def printable(text: str) -> str:
-    """Without control characters, which could steer the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

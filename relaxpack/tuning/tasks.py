@@ -13,10 +13,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from relaxpack.compile import BuildOptions, build_limits, kernel_provider, pipeline_config
+from relaxpack.compile import BuildOptions
+from relaxpack.compile.kernels import attention_spec, kernel_provider
+from relaxpack.compile.options import build_limits, pipeline_config
+from relaxpack.compile.target_plan import plan_targets
 from relaxpack.errors import UsageError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, KernelProvider
-from relaxpack.lowering import attention_spec
 from relaxpack.passes.pipeline import left_out, phases, run_phases
 from relaxpack.passes.step_table import step_table
 from relaxpack.relax_models.checkpoint import open_checkpoint
@@ -26,7 +28,6 @@ from relaxpack.schedules.tuning.family import KernelFamily, Part
 from relaxpack.schedules.tuning.space import ListedSpace
 from relaxpack.step_costs import KernelCost, Machine, machine_for, step_costs
 from relaxpack.target import TargetSpec
-from relaxpack.target_plan import plan_targets
 from relaxpack.tuning.candidates import families_for, family_for
 from relaxpack.tuning.cases import CONTEXTS
 from relaxpack.tuning.rest import static_workload

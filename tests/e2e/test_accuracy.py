@@ -16,12 +16,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from relaxpack.compile import BuildOptions, build_bundle
+from relaxpack.compile.weights import choose_formats
 from relaxpack.llm import LLM
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.relax_models.quantize import quantize
 from relaxpack.runtime.load import LoadedModel, load_model
 from relaxpack.weight_format import FORMATS, QuantizedTensor
-from relaxpack.weights import choose_formats
 from tests.helpers.numerics import decode_logits, greedy_batch, kl_divergence, log_softmax, prefill_logits, run, tapes
 from tests.helpers.prompts import PROMPTS
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from relaxpack.compile import BuildOptions, _source_digest, build_bundle
+from relaxpack.compile import BuildOptions, build_bundle
+from relaxpack.compile.manifest import source_digest
 from relaxpack.relax_models.checkpoint import open_checkpoint
 from relaxpack.target import TargetSpec
 from tests.helpers.tiny_checkpoints import CHAT_TEMPLATE, make_config, make_tensors, write_checkpoint
@@ -52,7 +53,7 @@ def test_text_and_config_count(tmp_path: Path, tensors: dict[str, np.ndarray]) -
 
     def digest(folder: Path, template: str = CHAT_TEMPLATE, **config: object) -> str:
         write_checkpoint(folder / "model", tensors=tensors, chat_template=template, **{**SHAPE, **config})
-        return _source_digest(open_checkpoint(folder / "model"), built)  # type: ignore[arg-type]
+        return source_digest(open_checkpoint(folder / "model"), built)  # type: ignore[arg-type]
 
     plain = digest(tmp_path / "a")
     assert plain == digest(tmp_path / "b")

@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relaxpack import build_canaries
-from relaxpack.build_canaries import BuiltTarget, Recorded, record_canaries
 from relaxpack.compile import BuildOptions, build_bundle
+from relaxpack.compile import canaries as build_canaries
+from relaxpack.compile.canaries import BuiltTarget, Recorded, record_canaries
+from relaxpack.compile.target_plan import plan_targets, target_specs
+from relaxpack.compile.weights import convert
 from relaxpack.dist.bundle import BundleWriter
 from relaxpack.dist.canary import CANARY, CanaryOrigin, CanarySet, foreign_tolerance, tolerance
 from relaxpack.dist.manifest import TargetEntry
@@ -24,9 +26,7 @@ from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.runtime.canaries import check
 from relaxpack.runtime.load import load_model
-from relaxpack.target_plan import plan_targets, target_specs
 from relaxpack.weight_format import QuantizedTensor
-from relaxpack.weights import convert
 from tests.helpers.tiny_checkpoints import make_config, make_tensors, write_checkpoint
 from tests.reference.numpy_decoder import forward
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from relaxpack.cli import run
-from relaxpack.cli.explain import by_kernel
-from relaxpack.explain_html import page
-from relaxpack.pass_notes import NOTES
+from relaxpack.explain.digest import by_kernel
+from relaxpack.explain.page import page
+from relaxpack.explain.pass_notes import NOTES
 from tests.helpers.browser import chromium
 
 
 @pytest.fixture(scope="module")
 def document(tiny_bundle: Path) -> dict[str, Any]:
     from relaxpack.dist.bundle import Bundle
-    from relaxpack.explain import explanation
+    from relaxpack.explain.document import explanation
     from relaxpack.step_costs import Machine
 
     with Bundle.open(tiny_bundle) as bundle:

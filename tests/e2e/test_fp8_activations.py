@@ -11,10 +11,10 @@ import pytest
 
 from relaxpack.cli import run
 from relaxpack.compile import BuildOptions, build_bundle
+from relaxpack.compile.target_plan import plan_targets, target_specs
 from relaxpack.dist.bundle import Bundle
 from relaxpack.errors import UsageError
 from relaxpack.relax_models.checkpoint import open_checkpoint
-from relaxpack.target_plan import plan_targets, target_specs
 from tests.helpers.tiny_checkpoints import write_checkpoint
 from tests.helpers.tiny_fp8 import write_fp8_checkpoint
 

@@ -10,12 +10,12 @@ import pytest
 
 from relaxpack.cli import run
 from relaxpack.compile import BuildOptions, BuildReport, build_bundle
+from relaxpack.compile.target_plan import plan_targets, target_specs
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.host import Gpu, Host
 from relaxpack.errors import UsageError
 from relaxpack.llm import LLM
 from relaxpack.schedules.cuda_compile import check_library
-from relaxpack.target_plan import plan_targets, target_specs
 from tests.helpers.tiny_checkpoints import write_checkpoint
 
 OPTIONS = BuildOptions(max_context=32, max_batch=1, prefill_chunk=8)

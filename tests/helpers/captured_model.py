@@ -16,11 +16,12 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.compile.kernels import attention_spec
+from relaxpack.compile.storage_summary import storage_summary
 from relaxpack.dist.bundle import BundleWriter
 from relaxpack.dist.host import Gpu, Host
 from relaxpack.dist.integrity import canonical_json
 from relaxpack.dist.manifest import Manifest, TargetEntry, WeightsSummary
-from relaxpack.lowering import attention_spec
 from relaxpack.model_info import ModelInfo
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.memory_plan import PLAN, arena_bytes
@@ -33,7 +34,6 @@ from relaxpack.relax_models.rope import RopeConfig
 from relaxpack.runtime import cuda_memory
 from relaxpack.runtime.cuda_model_runner import CudaModelRunner
 from relaxpack.runtime.vm import Library
-from relaxpack.storage_summary import storage_summary
 from relaxpack.target import TargetSpec, host_cpu_features
 from relaxpack.weight_format import FORMATS
 from tests.helpers import graph_stand_ins

@@ -11,8 +11,8 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.compile import kernel_provider
-from relaxpack.lowering import attention_spec
+from relaxpack.compile.kernels import attention_spec, kernel_provider
+from relaxpack.compile.weights import ParameterMaker, choose_formats
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.pipeline import phases, run_phases
 from relaxpack.passes.rewrite import exported_functions, num_inputs, recipes_of
@@ -20,7 +20,6 @@ from relaxpack.recipe import Pack, matrix_tensors
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.relax_models.export import BuildLimits, export_model
 from relaxpack.target import parse_target
-from relaxpack.weights import ParameterMaker, choose_formats
 from tests.helpers.tiny_checkpoints import make_config, make_tensors, write_checkpoint
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"

@@ -19,7 +19,7 @@ from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.canary import CANARY, HIDDEN, CanarySet
 from relaxpack.dist.host import Host
 from relaxpack.errors import RequestError, UsageError
-from relaxpack.explain import explanation
+from relaxpack.explain.document import explanation
 from relaxpack.llm import LLM
 from relaxpack.relax_models.checkpoint import open_checkpoint
 from relaxpack.runtime.canaries import check

@@ -12,10 +12,10 @@ import pytest
 
 from relaxpack import cli
 from relaxpack.compile import BuildOptions, build_bundle
+from relaxpack.compile.weights import choose_formats
 from relaxpack.dist.bundle import Bundle
 from relaxpack.relax_models.checkpoint import open_checkpoint
 from relaxpack.runtime.load import load_model
-from relaxpack.weights import choose_formats
 from tests.helpers.numerics import decode_logits, prefill_logits, tapes
 from tests.helpers.tiny_checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.helpers.tiny_fp8 import write_fp8_checkpoint

@@ -13,6 +13,7 @@ import pytest
 import relaxpack.tvm_setup  # noqa: F401  isort: skip
 from relaxpack import cli
 from relaxpack.compile import BuildOptions, build_bundle
+from relaxpack.compile.weights import ParameterMaker
 from relaxpack.dist.bundle import Bundle
 from relaxpack.recipe import Concat, FromCheckpoint, Pack
 from relaxpack.relax_models.checkpoint import open_checkpoint
@@ -20,7 +21,6 @@ from relaxpack.runtime.load import load_model
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.target import parse_target
 from relaxpack.weight_format import FORMATS, QuantizedTensor
-from relaxpack.weights import ParameterMaker
 from tests.helpers.numerics import decode_logits, prefill_logits, tapes
 from tests.helpers.tiny_checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.helpers.tiny_int4 import write_int4_checkpoint

@@ -16,9 +16,10 @@ import pytest
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 import tvm_ffi
-from relaxpack.compile import kernel_provider
+from relaxpack.compile.kernels import kernel_provider
+from relaxpack.compile.lowering import Lowered, lower_model
+from relaxpack.compile.weights import ParameterMaker
 from relaxpack.kernel_spec import KernelProvider
-from relaxpack.lowering import Lowered, lower_model
 from relaxpack.model_info import ModelInfo
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.pipeline import HIGHEST_LEVEL, ON_REQUEST, OPTIONAL, left_out
@@ -27,7 +28,6 @@ from relaxpack.relax_models.export import BuildLimits
 from relaxpack.runtime.model_runner import CpuModelRunner
 from relaxpack.target import parse_target
 from relaxpack.weight_format import FORMATS
-from relaxpack.weights import ParameterMaker
 from tests.helpers.numerics import Tape, decode_logits, prefill_logits, run, tapes
 from tests.helpers.plain_kernels import PlainKernels
 from tests.helpers.tiny_checkpoints import VOCAB_SIZE, write_checkpoint

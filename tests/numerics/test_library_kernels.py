@@ -18,7 +18,7 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.compile import _libraries
+from relaxpack.compile.one_target import _libraries
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import Kernel, LinearSpec
 from relaxpack.relax_models.export import BuildLimits

@@ -11,9 +11,8 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.compile import kernel_provider
+from relaxpack.compile.kernels import attention_spec, kernel_provider
 from relaxpack.kernel_spec import KernelProvider
-from relaxpack.lowering import attention_spec
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.memory_plan import PLAN, arena_bytes
 from relaxpack.passes.pipeline import phases, run_phases

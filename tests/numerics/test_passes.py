@@ -16,7 +16,8 @@ import pytest
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 import tvm_ffi
-from relaxpack.lowering import attention_spec
+from relaxpack.compile.kernels import attention_spec
+from relaxpack.compile.weights import ParameterMaker
 from relaxpack.model_info import ModelInfo
 from relaxpack.passes.combine_parallel_matmul import CombineParallelMatmul
 from relaxpack.passes.fuse_add_norm import FuseAddNorm
@@ -33,7 +34,6 @@ from relaxpack.relax_models.export import BuildLimits, export_model
 from relaxpack.relax_models.rope import RopeConfig, inv_freq
 from relaxpack.runtime.model_runner import CpuModelRunner
 from relaxpack.weight_format import FORMATS
-from relaxpack.weights import ParameterMaker
 from tests.helpers.numerics import decode_logits, prefill_logits, tapes
 from tests.helpers.plain_kernels import PlainKernels
 from tests.helpers.tiny_checkpoints import VOCAB_SIZE, write_checkpoint

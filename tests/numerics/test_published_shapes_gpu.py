@@ -11,8 +11,7 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.compile import kernel_provider
-from relaxpack.lowering import attention_spec
+from relaxpack.compile.kernels import attention_spec, kernel_provider
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.pipeline import phases, run_phases
 from relaxpack.passes.step_table import step_table

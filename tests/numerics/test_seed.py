@@ -49,7 +49,7 @@ def test_what_differs_from_the_rule_is_right(record: TuningRecord, tmp_path: Pat
 
 
 def test_another_cpu_finds_none_and_hears_why() -> None:
-    from relaxpack.compile import tuned_kernels
+    from relaxpack.compile.kernels import tuned_kernels
     from relaxpack.relax_models.export import BuildLimits
     from relaxpack.tuning.specs import family_and_spec
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from benchmarks.gpu.tune_tasks import linear_spec
-from relaxpack.compile import kernel_provider
+from relaxpack.compile.kernels import kernel_provider
 from relaxpack.dist.tuning.layers import open_source
 from relaxpack.fingerprint import KERNELS_GENERATION
 from relaxpack.kernel_spec import NormSpec

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from relaxpack.kernel_spec import SpreadCosts
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.runtime import spread
 from relaxpack.runtime.cuda_executor import CudaExecutor
@@ -17,6 +16,7 @@ from relaxpack.runtime.engine import Engine
 from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.spread import Spread
 from relaxpack.runtime.step_plan import SequenceStep
+from relaxpack.spread_costs import SpreadCosts
 from tests.helpers.captured_model import CapturedModel, build, host_memory, runner
 
 LIMITS = BuildLimits(64, max_batch=6, prefill_chunk=48, page_size=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relaxpack.ir_diff import MOST_HUNKS, MOST_LINES, FunctionDiff, diff, function_lines
+from relaxpack.compile.ir_diff import MOST_HUNKS, MOST_LINES, FunctionDiff, diff, function_lines
 
 HEAD = '''# from tvm.script import relax as R
 t = TypeVar("t")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-import relaxpack.compile
+import relaxpack.compile.reproducer
 import relaxpack.tvm_setup
 from relaxpack.cli import run
+from relaxpack.compile.lowering import lower_model
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import Kernel, LinearSpec, NormSpec
-from relaxpack.lowering import lower_model
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.pipeline import left_out
 from relaxpack.relax_models.config import ModelConfig
@@ -62,10 +62,10 @@ def test_a_crash_names_what_failed_and_replays(tmp_path: Path, monkeypatch: pyte
     assert "weight" in json.loads(path.read_text())["module"]           # names only: the file is small
     assert path.stat().st_size < 1e6
 
-    monkeypatch.setattr(relaxpack.compile, "kernel_provider", lambda target: Faulty())
+    monkeypatch.setattr(relaxpack.compile.reproducer, "kernel_provider", lambda target: Faulty())
     assert run(["replay", str(path)]) == 4
     assert "no tile for 96" in capsys.readouterr().err
-    monkeypatch.setattr(relaxpack.compile, "kernel_provider", lambda target: PlainKernels())
+    monkeypatch.setattr(relaxpack.compile.reproducer, "kernel_provider", lambda target: PlainKernels())
     assert run(["replay", str(path)]) == 0
     assert "pass LowerKernels of phase 'lower' does not fail any more" in capsys.readouterr().out
 
@@ -94,7 +94,7 @@ def test_another_pipeline_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_inputs_survive_the_file() -> None:
-    from relaxpack.reproducer import Inputs
+    from relaxpack.compile.reproducer import Inputs
 
     inputs = Inputs(CONFIG, BuildLimits(64), parse_target("cuda:sm_90a"), {"a.weight": "q4_1"}, "bfloat16", "bfloat16",
                     PipelineConfig(left_out(1), (1, 2), (16,), True))

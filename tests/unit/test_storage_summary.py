@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from relaxpack.storage_summary import storage_summary
+from relaxpack.compile.storage_summary import storage_summary
 
 
 def plan(*storages: int, captured: bool = True, result: int = 0) -> dict[str, Any]:

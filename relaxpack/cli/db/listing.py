@@ -23,9 +23,10 @@ from relaxpack.cli.db.common import (
     this_machine,
 )
 from relaxpack.cli.options import json_option
-from relaxpack.cli.show import console, print_json, printable, table
+from relaxpack.cli.show import console, print_json, table
 from relaxpack.errors import DatabaseError
 from relaxpack.fingerprint import described, other_compiler
+from relaxpack.readable import printable
 from relaxpack.tuning_record import STATUSES, TuningRecord
 
 

@@ -18,12 +18,12 @@ from relaxpack.kernel_spec import (
     LinearSpec,
     NormSpec,
     SamplingSpec,
-    SpreadCosts,
     Stage,
     WeightLayout,
 )
 from relaxpack.model_info import FP8
 from relaxpack.schedules.tuning.tuned import TunedKernels
+from relaxpack.spread_costs import SpreadCosts
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
 

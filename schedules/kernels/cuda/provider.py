@@ -19,7 +19,6 @@ from relaxpack.kernel_spec import (
     LinearSpec,
     NormSpec,
     SamplingSpec,
-    SpreadCosts,
     Stage,
     WeightLayout,
 )
@@ -37,6 +36,7 @@ from relaxpack.schedules.kernels.cuda.sampling import sample
 from relaxpack.schedules.kernels.cuda.spread_costs import spread_costs
 from relaxpack.schedules.kernels.cuda.top_logprobs import top_logprobs
 from relaxpack.schedules.tuning.tuned import TunedKernels
+from relaxpack.spread_costs import SpreadCosts
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
 

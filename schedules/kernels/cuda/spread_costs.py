@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from relaxpack.kernel_spec import AttentionSpec, SpreadCosts
+from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import fused_tuning
+from relaxpack.spread_costs import SpreadCosts
 
 BYTES_PER_US = 4.2e6          # what attention reads from memory
 AGAIN, SHARED = 0.4, 0.13     # of that time: keys that L2 still has, keys that the prefix kernel multiplies once more

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from relaxpack import fingerprint
 from relaxpack.cli.tune import tune
-from relaxpack.compile import kernel_provider, records_for
+from relaxpack.compile.kernels import kernel_provider, records_for
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.target import parse_target
 from relaxpack.tuning.specs import family_and_spec

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from relaxpack.cli import run
-from relaxpack.compile import BuildOptions, kernel_provider, records_for
+from relaxpack.compile import BuildOptions
+from relaxpack.compile.kernels import kernel_provider, records_for
 from relaxpack.dist.tuning.store import open_store
 from relaxpack.fingerprint import compiler_fingerprint
 from relaxpack.relax_models.export import BuildLimits

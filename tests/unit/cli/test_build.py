@@ -10,6 +10,7 @@ import pytest
 
 import relaxpack.cli as cli
 import relaxpack.compile
+from relaxpack.compile.text_members import chat_problem
 from relaxpack.errors import CompileError
 from relaxpack.relax_models.checkpoint import open_checkpoint
 from tests.helpers.tiny_checkpoints import write_checkpoint
@@ -72,5 +73,5 @@ def test_no_linker_is_said_before_any_work(checkpoint: Path, tmp_path: Path, mon
     ("{{ messages[0]['content'] }}", None)])
 def test_a_template_that_nobody_can_chat_with_is_said_at_build(tmp_path: Path, template: str | None,
                                                                problem: str | None) -> None:
-    found = relaxpack.compile._chat_problem(open_checkpoint(write_checkpoint(tmp_path, chat_template=template)))
+    found = chat_problem(open_checkpoint(write_checkpoint(tmp_path, chat_template=template)))
     assert (found is None) if problem is None else (found is not None and problem in found)

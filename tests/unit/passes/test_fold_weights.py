@@ -11,13 +11,13 @@ import pytest
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack import recipe
+from relaxpack.compile.weights import ParameterMaker, fixed_weights
 from relaxpack.passes.fold_norm_weights import FoldNormWeights
 from relaxpack.passes.fold_scales import FoldScales
 from relaxpack.passes.rewrite import exported_functions, notes_of, recipes_of
 from relaxpack.recipe import Concat, Filled, FromCheckpoint, Pack, Recipe, ScaleBy, ScaleColumns, matrix_tensors
 from relaxpack.relax_models.quantize import quantize
 from relaxpack.weight_format import FORMATS
-from relaxpack.weights import ParameterMaker, fixed_weights
 from tests.helpers.ir import check_declines, check_pass
 from tests.helpers.plain_kernels import PlainKernels
 from tvm import relax

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.ir_history import NOT_FOLLOWED, IrHistory
+from relaxpack.compile.ir_history import NOT_FOLLOWED, IrHistory
 from relaxpack.passes.fuse_add_norm import FuseAddNorm
 from relaxpack.passes.specialize_buckets import SpecializeBuckets
 from relaxpack.passes.verify import VerifyPhase

@@ -10,11 +10,11 @@ import pytest
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 from relaxpack import recipe
+from relaxpack.compile.weights import rope_table as computed
 from relaxpack.passes.rewrite import exported_functions, num_inputs, recipes_of
 from relaxpack.passes.share_rope_table import ShareRopeTable
 from relaxpack.recipe import RopeTable
 from relaxpack.relax_models.ops import Graph, rope_table
-from relaxpack.weights import rope_table as computed
 from tests.helpers.ir import check_declines, check_pass
 from tvm import relax
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from relaxpack.compile.weights import choose_formats
 from relaxpack.errors import CheckpointError, ConfigError
 from relaxpack.relax_models.checkpoint import open_checkpoint
 from relaxpack.weight_format import QuantizedTensor
-from relaxpack.weights import choose_formats
 from tests.helpers.tiny_checkpoints import write_checkpoint, write_json, write_weights
 from tests.helpers.tiny_fp8 import SCHEMES, write_fp8_checkpoint
 

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from relaxpack.compile.weights import choose_formats
 from relaxpack.errors import CheckpointError, ConfigError
 from relaxpack.relax_models.checkpoint import open_checkpoint
 from relaxpack.weight_format import QuantizedTensor
-from relaxpack.weights import choose_formats
 from tests.helpers.tiny_checkpoints import write_json, write_weights
 from tests.helpers.tiny_int4 import CONFIGS, joined, write_int4_checkpoint
 

@@ -6,10 +6,11 @@ import random
 
 import pytest
 
-from relaxpack.kernel_spec import SHARED_KEYS, SpreadCosts
+from relaxpack.kernel_spec import SHARED_KEYS
 from relaxpack.runtime import spread
 from relaxpack.runtime.spread import Chooser, Spread, shared_prefix
 from relaxpack.runtime.step_plan import SequenceStep
+from relaxpack.spread_costs import SpreadCosts
 
 COMMON = list(range(1, 41))
 

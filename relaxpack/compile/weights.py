@@ -4,6 +4,7 @@ execution of recipes, one parameter at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -41,6 +42,11 @@ def choose_formats(checkpoint: Checkpoint, weights: str, activation_dtype: str =
 def fixed_weights(checkpoint: Checkpoint, formats: Mapping[str, WeightFormat]) -> frozenset[str]:
     """Matrices that are quantised in the checkpoint and stay so: another factor in them would quantise them twice."""
     return frozenset(name for name, fmt in formats.items() if fmt.quantized and checkpoint.tensors[name].format.quantized)
+
+
+def weight_bytes(checkpoint: Checkpoint, formats: Mapping[str, WeightFormat]) -> int:
+    """What the matrices will take, known before anything is compiled; packing may pad them a little."""
+    return int(sum(math.prod(checkpoint.tensors[name].shape) * fmt.bytes_per_weight() for name, fmt in formats.items()))
 
 
 def _choose(name: str, shape: tuple[int, ...], stored: WeightFormat, weights: str) -> WeightFormat:

@@ -15,6 +15,7 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.compile.kernels import attention_spec, kernel_provider
 from relaxpack.errors import UsageError
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.pipeline import PassFailure, phases, run_pass
@@ -22,6 +23,7 @@ from relaxpack.passes.rewrite import exported_functions
 from relaxpack.relax_models.config import ModelConfig
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.relax_models.rope import RopeConfig
+from relaxpack.schedules.rest import rest_rule
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import FORMATS
 from tvm import relax
@@ -145,10 +147,6 @@ def replay(path: Path) -> str:
 
 
 def _pass(inputs: Inputs, phase: str, index: int, name: str) -> Any:
-    from relaxpack.compile import kernel_provider
-    from relaxpack.lowering import attention_spec
-    from relaxpack.schedules.rest import rest_rule
-
     attention = attention_spec(inputs.config, inputs.limits, inputs.activation_dtype, inputs.kv_dtype)
     formats = {tensor: FORMATS[fmt] for tensor, fmt in inputs.formats.items()}
     rule = rest_rule(inputs.target)

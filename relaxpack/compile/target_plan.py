@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
+from relaxpack.compile.weights import choose_formats
 from relaxpack.errors import UsageError
 from relaxpack.model_info import FP8, KV_DTYPES
 from relaxpack.target import TargetSpec, parse_target
 from relaxpack.weight_format import WeightFormat
-from relaxpack.weights import choose_formats
 
 if TYPE_CHECKING:
     from relaxpack.relax_models.checkpoint import Checkpoint

@@ -13,7 +13,7 @@ from typing import Any
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
 import tvm_ffi
-from relaxpack.ir_diff import Line, diff, function_lines
+from relaxpack.compile.ir_diff import Line, diff, function_lines
 from relaxpack.passes.rewrite import exported_functions
 from relaxpack.passes.specialize_buckets import bucket_of
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from relaxpack.cli.explain import changes, step_functions
-from relaxpack.html_parts import Html, table, text
-from relaxpack.pass_notes import NOTES
+from relaxpack.explain.digest import changes, step_functions
+from relaxpack.explain.html_parts import Html, table, text
+from relaxpack.explain.pass_notes import NOTES
 
 
 def passes(what: dict[str, Any]) -> str:

@@ -8,13 +8,14 @@ after, where that is cheap. The same run watches for values that a float16 targe
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from relaxpack.compile.progress import Stage
+from relaxpack.compile.target_plan import TargetPlan
+from relaxpack.compile.weights import FLOAT16_MAX, ParameterMaker, weight_bytes
 from relaxpack.dist.bundle import BundleWriter
 from relaxpack.dist.canary import CANARY, CanaryOrigin, CanarySet, foreign_tolerance, tolerance
 from relaxpack.dist.compat import reasons_against
@@ -26,9 +27,7 @@ from relaxpack.errors import CompileError, RelaxpackError
 from relaxpack.model_info import FP8, ModelInfo
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.target import parse_target
-from relaxpack.target_plan import TargetPlan
 from relaxpack.weight_format import FORMATS
-from relaxpack.weights import FLOAT16_MAX, ParameterMaker
 
 if TYPE_CHECKING:
     from relaxpack.relax_models.checkpoint import Checkpoint
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 CANARY_TEXTS = {"plain": "The capital of France is", "code": "def fibonacci(n):\n    ",
                 "unicode": "今日は、世界。 Grüße 👋"}
 REFERENCE_BYTES = 4_000_000_000     # weights beyond this are not lowered a second time for a reference
-Stage = Callable[[str, int | None], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -122,13 +120,13 @@ def _reference(writer: BundleWriter, checkpoint: Checkpoint, target: TargetPlan,
                functions: tuple[bool, bool]) -> _Witness:
     """The weights of a target for this CPU, in the writer's scratch folder. Quantised ones are unpacked, for with them a CPU
     would round activations. Raises _NotAffordable."""
-    from relaxpack.lowering import lower_model
+    from relaxpack.compile.lowering import lower_model
     from relaxpack.runtime.load import make_runner
     from relaxpack.schedules.kernels.cpu.provider import CpuKernels
 
     formats = {name: FORMATS["f16"] if fmt.quantized else fmt for name, fmt in target.formats.items()}
     plan = TargetPlan(parse_target("cpu"), "float32", FP8 if target.kv_dtype == FP8 else "float32", formats)
-    size = int(sum(math.prod(checkpoint.tensors[name].shape) * fmt.bytes_per_weight() for name, fmt in formats.items()))
+    size = weight_bytes(checkpoint, formats)
     if size > REFERENCE_BYTES:
         raise _NotAffordable(f"no target runs on the machine that built it, and a CPU reference of {size / 1e9:.1f} GB is "
                              "not made")

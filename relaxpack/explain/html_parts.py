@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from relaxpack.cli.show import printable
+from relaxpack.readable import printable
 
 
 class Html(str):

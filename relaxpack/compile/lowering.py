@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack import reproducer
+from relaxpack.compile import reproducer
+from relaxpack.compile.ir_history import IrHistory
+from relaxpack.compile.kernels import attention_spec
 from relaxpack.dist.params import numpy_dtype
 from relaxpack.errors import CompileError
-from relaxpack.ir_history import IrHistory
-from relaxpack.kernel_spec import AttentionSpec, KernelProvider, SpreadCosts
+from relaxpack.kernel_spec import KernelProvider
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.lower_kernels import KERNELS
 from relaxpack.passes.memory_plan import PLAN, arena_bytes
@@ -32,6 +33,7 @@ from relaxpack.relax_models.config import ModelConfig
 from relaxpack.relax_models.export import BuildLimits, export_model
 from relaxpack.schedules.cuda_compile import compile_module
 from relaxpack.schedules.rest import rest_rule
+from relaxpack.spread_costs import SpreadCosts
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import WeightFormat
 
@@ -69,16 +71,12 @@ class Lowered:
         """PrimFuncs by the kind of their source: tuned, rule, dlight, library, fallback."""
         return dict(sorted(Counter(k["source"].split(":")[0] for k in self.explanation["kernels"]).items()))
 
+    def parameter_bytes(self) -> int:
+        return sum(p.bytes for p in self.parameters)
+
     def arena_bytes(self) -> int:
         """Intermediates of all functions together; results of functions that are not captured come on top."""
         return arena_bytes(self.explanation["memory_plan"])
-
-
-def attention_spec(config: ModelConfig, limits: BuildLimits, activation_dtype: str, kv_dtype: str) -> AttentionSpec:
-    return AttentionSpec(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim,
-                         config.rope.rotary_dim, limits.page_size, limits.max_pages, limits.max_context,
-                         activation_dtype, kv_dtype, config.head_dim ** -0.5,
-                         qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None)
 
 
 def lower_model(config: ModelConfig, limits: BuildLimits, target: TargetSpec, provider: KernelProvider,

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from relaxpack.dist.bundle import Bundle
-from relaxpack.explain import explanation
+from relaxpack.explain.document import explanation
 from relaxpack.step_costs import GPUS, Machine
 from relaxpack.target import TargetSpec
 

@@ -4,23 +4,21 @@ takes seconds and needs no disk.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
-from relaxpack.compile import BuildOptions, build_limits, kernel_provider, pipeline_config
-from relaxpack.explain import explain_record
-from relaxpack.explain_diff import compare, machine_of
-from relaxpack.lowering import lower_model
-from relaxpack.passes.pipeline import left_out
+from relaxpack.compile.kernels import kernel_provider
+from relaxpack.compile.one_target import lower_target
+from relaxpack.compile.options import BuildOptions, build_limits
+from relaxpack.compile.target_plan import plan_targets
+from relaxpack.explain.bundle_diff import compare, machine_of
+from relaxpack.explain.document import explain_record
 from relaxpack.relax_models.checkpoint import open_checkpoint
 from relaxpack.target import parse_target
-from relaxpack.target_plan import plan_targets
-from relaxpack.weights import fixed_weights
 
 
 def option_differences(model: str | Path, left: BuildOptions, right: BuildOptions, target: str = "cpu") -> dict[str, Any]:
-    """`facts` and `kernels` as in `explain_diff.step_differences`, and the options that differ."""
+    """`facts` and `kernels` as in `bundle_diff.step_differences`, and the options that differ."""
     sides = [_explained(model, options, target) for options in (left, right)]
     a, b = (options.to_json() for options in (left, right))
     return {"options": {name: [a[name], b[name]] for name in a if a[name] != b[name]}, **compare(*sides)}
@@ -31,13 +29,8 @@ def _explained(model: str | Path, options: BuildOptions, target: str) -> dict[st
     limits, spec = build_limits(checkpoint, options), parse_target(target)
     (plan,) = plan_targets((spec,), checkpoint, options.weights, options.activation_dtype, options.kv_dtype,
                            options.activations)
-    generate, embed = options.embeddings != "only", options.embeddings != "none"
-    pipeline = dataclasses.replace(
-        pipeline_config(spec, limits, left_out(options.level, options.disabled_passes), generate),
-        enabled=options.enabled_passes, fixed_weights=fixed_weights(checkpoint, plan.formats))
     provider = kernel_provider(spec, activations=plan.activations)
-    lowered = lower_model(checkpoint.config, limits, spec, provider, plan.formats, plan.activation_dtype, plan.kv_dtype,
-                          pipeline, generate=generate, embed=embed, code=False)
+    lowered = lower_target(checkpoint, plan, limits, options, provider, code=False)
     found = explain_record(lowered.explanation, lowered.buckets, lowered.arena_bytes(), limits.max_context,
                            limits.prefill_chunk, machine_of(spec))
-    return {**found, "parameter_bytes": sum(p.bytes for p in lowered.parameters)}
+    return {**found, "parameter_bytes": lowered.parameter_bytes()}

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from relaxpack.cli.explain import by_kernel, chain_text
-from relaxpack.cli.show import human_bytes
-from relaxpack.explain_passes import passes
-from relaxpack.html_parts import Html, table, text
+from relaxpack.explain.digest import by_kernel, chain_text
+from relaxpack.explain.html_parts import Html, table, text
+from relaxpack.explain.page_passes import passes
+from relaxpack.readable import human_bytes
 
 _OPERATIONS = ("linear", "attention", "rope_append", "add_rms_norm", "rms_norm", "embedding", "sample", "other")
 _STYLE = """
