@@ -1,8 +1,9 @@
 """Keep the prefix cache on disk over restarts: save its pages at shutdown, load them into free pages at start.
 
-One safetensors file holds the raw pages and, as metadata, their names. A file of another model, page layout or format is
-not used, and a damaged one is no reason not to start: loading says what it did. The file holds token ids of prompts, so
-only its owner may read it.
+One safetensors file holds the raw pages and, as metadata, their names and the digests of their bytes. A file of another
+model, page layout or format is not used; a page whose bytes are not those that were saved is left out, for it would give
+wrong answers that nobody notices. Neither is a reason not to start: loading says what it did. The file holds token ids of
+prompts, so only its owner may read it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from relaxpack.dist.integrity import sha256_bytes
 from relaxpack.runtime.engine import Engine
 from relaxpack.runtime.kv_cache.prefix_cache import CachedPage, chain_digest
 
 FILE_NAME = "prefix.safetensors"
-FORMAT = 1
+FORMAT = 2          # 1 had no digests of the pages' bytes
 _AT_ONCE = 64       # pages copied to the device together
 
 
@@ -61,8 +63,9 @@ def save_prefixes(engine: Engine, folder: Path, model_key: str, max_pages: int =
     pages = pages[-max_pages:]
     if not pages:
         return StoreReport(0, "nothing is cached")
-    entries = [{"digest": p.digest.hex(), "parent": p.parent.hex(), "token_ids": p.token_ids} for p in pages]
     raw = np.ascontiguousarray(access.read_pages([p.page_id for p in pages])).reshape(len(pages), -1).view(np.uint8)
+    entries = [{"digest": p.digest.hex(), "parent": p.parent.hex(), "token_ids": p.token_ids, "sha256": sha256_bytes(data.data)}
+               for p, data in zip(pages, raw, strict=True)]
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f".{FILE_NAME}.{os.getpid()}"
     try:
@@ -77,7 +80,8 @@ def save_prefixes(engine: Engine, folder: Path, model_key: str, max_pages: int =
 
 
 def load_prefixes(engine: Engine, folder: Path, model_key: str) -> StoreReport:
-    """Fill free pages with stored ones, most recently used first; evicts nothing."""
+    """Fill free pages with stored ones, most recently used first; evicts nothing. Pages with damaged bytes are left out:
+    what follows them in a prompt is found again once they are computed."""
     path, access = folder / FILE_NAME, _access(engine)
     if access is None:
         return StoreReport(0, "the runner cannot write pages")
@@ -91,8 +95,9 @@ def load_prefixes(engine: Engine, folder: Path, model_key: str) -> StoreReport:
             for name, expected in _layout(engine, access, model_key).items():
                 if metadata.get(name) != expected:
                     return StoreReport(0, f"{path} was written for another {name}: {metadata.get(name)}, not {expected}")
-            entries = [_entry(e, engine.runner.page_size) for e in json.loads(metadata["entries"])]
-            return _fill(engine, access, entries, file.get_tensor("pages"))
+            stored = json.loads(metadata["entries"])
+            entries = [_entry(e, engine.runner.page_size) for e in stored]
+            return _fill(engine, access, path, entries, [str(e["sha256"]) for e in stored], file.get_tensor("pages"))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         return StoreReport(0, f"{path} is damaged: {error}")
 
@@ -105,18 +110,28 @@ def _entry(data: dict[str, object], page_size: int) -> CachedPage:
     return CachedPage(0, digest, parent, token_ids)
 
 
-def _fill(engine: Engine, access: PageAccess, entries: list[CachedPage], raw: np.ndarray) -> StoreReport:
+def _fill(engine: Engine, access: PageAccess, path: Path, entries: list[CachedPage], digests: list[str],
+          raw: np.ndarray) -> StoreReport:
+    """`raw`: the pages' bytes, uint8 [len(entries), bytes of a page]."""
     pool, cache = engine.scheduler.pool, engine.scheduler.cache
     scratch = access.read_pages([0])
     if raw.dtype != np.uint8 or raw.shape != (len(entries), scratch[0].nbytes):
         raise ValueError(f"{len(entries)} pages have data of shape {raw.shape}")
-    first = max(0, len(entries) - pool.num_free)
-    for start in range(first, len(entries), _AT_ONCE):
-        part = entries[start:start + _AT_ONCE]
+    raw = np.ascontiguousarray(raw)
+    sound = [place for place, digest in enumerate(digests) if sha256_bytes(raw[place].data) == digest]
+    fitting = sound[max(0, len(sound) - pool.num_free):]
+    for start in range(0, len(fitting), _AT_ONCE):
+        part = fitting[start:start + _AT_ONCE]
         page_ids = [pool.take() for _ in part]
-        pages = np.ascontiguousarray(raw[start:start + len(part)]).view(scratch.dtype)
+        pages = raw[part].view(scratch.dtype)
         access.write_pages(page_ids, pages.reshape(len(part), *scratch.shape[1:]))
-        for page_id, entry in zip(page_ids, part, strict=True):
+        for page_id, entry in zip(page_ids, (entries[place] for place in part), strict=True):
             cache.register(page_id, entry.digest, entry.parent, entry.token_ids)
             pool.release(page_id)       # in order, so that what was used last is evicted last
-    return StoreReport(len(entries) - first, "" if first == 0 else f"{first} more did not fit into free pages")
+    reasons = []
+    if damaged := len(entries) - len(sound):
+        reasons.append(f"{path} is damaged: {damaged} of its {len(entries)} pages have other bytes than were saved and are "
+                       "left out")
+    if more := len(sound) - len(fitting):
+        reasons.append(f"{more} more did not fit into free pages")
+    return StoreReport(len(fitting), "; ".join(reasons))

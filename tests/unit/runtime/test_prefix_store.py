@@ -80,6 +80,14 @@ def test_another_model_or_layout_is_not_used(saved, runner, key, word):
     assert report.pages == 0 and f"another {word}" in report.reason
 
 
+def test_a_store_without_digests_of_its_bytes_is_not_used(saved):
+    path = saved / FILE_NAME
+    metadata, tensors = _metadata(path), load_file(path)
+    save_file(tensors, path, {**metadata, "format": "1"})
+    report = load_prefixes(Engine(FakeRunner()), saved, "model-a")
+    assert report.pages == 0 and "another format: 1, not 2" in report.reason
+
+
 def _metadata(path):
     raw = path.read_bytes()
     return json.loads(raw[8:8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
@@ -109,6 +117,52 @@ def test_a_damaged_store_is_reported_and_nothing_is_loaded(saved, damage):
     report = load_prefixes(engine, saved, "model-a")
     assert report.pages == 0 and "damaged" in report.reason
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.total
+
+
+def _answers_right(engine, runner):
+    engine.scheduler.check()
+    for prompt in PROMPTS:
+        [output] = engine.generate([prompt], GREEDY)
+        assert output.choices[0].token_ids == runner.reference_greedy(prompt, 6)
+
+
+def test_a_page_with_a_flipped_byte_is_left_out_and_said(saved):
+    path = saved / FILE_NAME
+    metadata, pages = _metadata(path), load_file(path)["pages"]
+    pages[2, 5] ^= 1
+    save_file({"pages": pages}, path, metadata)
+    runner = FakeRunner()
+    engine = Engine(runner)
+    report = load_prefixes(engine, saved, "model-a")
+    assert report.pages == len(pages) - 1 == engine.scheduler.pool.num_cached
+    assert f"{path} is damaged: 1 of its {len(pages)} pages" in report.reason
+    left_out = json.loads(metadata["entries"])[2]["digest"]
+    assert left_out not in {p.digest.hex() for p in engine.scheduler.cache.pages()}
+    _answers_right(engine, runner)
+
+
+def test_no_flipped_byte_gives_a_wrong_answer(saved):
+    """Wherever it is: in the header, the names, the digests or the pages."""
+    path = saved / FILE_NAME
+    sound = path.read_bytes()
+    reported = 0
+    for place in range(0, len(sound), 41):
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 4]) + sound[place + 1:])
+        runner = FakeRunner()
+        engine = Engine(runner)
+        reported += bool(load_prefixes(engine, saved, "model-a").reason)
+        _answers_right(engine, runner)
+    assert reported > 50
+
+
+def test_damage_does_not_take_the_place_of_sound_pages(saved):
+    path = saved / FILE_NAME
+    metadata, pages = _metadata(path), load_file(path)["pages"]
+    pages[-1, 0] ^= 1
+    save_file({"pages": pages}, path, metadata)
+    engine = Engine(FakeRunner(num_pages=5))
+    report = load_prefixes(engine, saved, "model-a")
+    assert report.pages == 4 and "1 of its" in report.reason and f"{len(pages) - 5} more did not fit" in report.reason
 
 
 def test_nothing_to_save_or_load(tmp_path):
