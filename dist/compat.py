@@ -1,13 +1,16 @@
-"""May this host run this bundle? Answers with reasons, not booleans: an empty tuple of reasons means yes."""
+"""May this host and this relaxpack run this bundle? Answers with reasons, not booleans: an empty tuple of reasons means yes.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
+from relaxpack import __version__
 from relaxpack.dist.host import Host
 from relaxpack.dist.manifest import TargetEntry
 from relaxpack.errors import TargetMismatchError
+from relaxpack.step_interface import STEP_INTERFACE, missing_functions
 from relaxpack.target import TargetSpec
 
 _X86 = ("x86_64", "amd64", "AMD64")
@@ -63,6 +66,32 @@ def choose_target(entries: Sequence[TargetEntry], host: Host, kind: str | None =
     fitting = [entry for entry in entries
                if kind in (None, entry.target.kind) and not reasons_against(entry.target, host)]
     return max(fitting, key=_specificity, default=None)
+
+
+def interface_reasons(entry: TargetEntry, writer: str) -> tuple[str, ...]:
+    """Why the runtime of this relaxpack cannot call the functions of a target that relaxpack `writer` built, and what to do;
+    empty where it can, or where the manifest does not say."""
+    here = STEP_INTERFACE.get(entry.target.kind)
+    if entry.step_interface is not None and here is not None and entry.step_interface != here:
+        newer = f"install relaxpack {writer} or newer, or " if entry.step_interface > here else ""
+        return (f"{entry.target.name} was built by relaxpack {writer} with step interface {entry.step_interface}, this one "
+                f"({__version__}) needs {here}: {newer}{_again(entry)}",)
+    if missing := missing_functions(entry.target.kind, entry.functions):
+        return (f"{entry.target.name} was built by relaxpack {writer}, whose step functions had no "
+                f"{' and no '.join(missing)}: {_again(entry)}",)
+    return ()
+
+
+def other_inputs(entry: TargetEntry, writer: str, function: str, given: Sequence[str], expected: Sequence[str]) -> str:
+    """Why a library is not called whose function takes other inputs than the step interface says."""
+    differing = sorted(set(given) ^ set(expected)) or ["their order"]
+    return (f"{entry.target.name} was built by relaxpack {writer} with another step interface than the "
+            f"{STEP_INTERFACE[entry.target.kind]} of this one ({__version__}): the inputs of {function} differ "
+            f"({', '.join(differing)}): {_again(entry)}")
+
+
+def _again(entry: TargetEntry) -> str:
+    return f"build it again with relaxpack build MODEL --target {entry.target.name} -o NEW_BUNDLE"
 
 
 def _specificity(entry: TargetEntry) -> tuple[bool, bool, int, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from relaxpack.dist.bundle import Bundle
-from relaxpack.dist.compat import choose_target, reasons_against
+from relaxpack.dist.compat import choose_target, interface_reasons, reasons_against
 from relaxpack.dist.host import Host, detect_host
 from relaxpack.dist.manifest import MANIFEST, TargetEntry
 
@@ -20,6 +20,8 @@ def describe(bundle: Bundle, host: Host | None = None) -> dict[str, Any]:
     host = detect_host() if host is None else host
     manifest = bundle.manifest
     chosen = choose_target(manifest.targets, host)
+    if chosen is not None and interface_reasons(chosen, manifest.relaxpack_version):
+        chosen = None       # it would be taken, and refused
     audit = bundle.read_json(AUDIT) if AUDIT in bundle else {}
     described = manifest.to_json()
     members = described.pop("members")
@@ -45,7 +47,8 @@ def _describe_target(bundle: Bundle, entry: TargetEntry, host: Host) -> dict[str
     if not isinstance(weights, int):
         weights = sum(members[name].bytes for name in bundle.param_members(entry.params))
     return {"name": entry.target.name, "features": list(entry.target.features),
-            "reasons": list(reasons_against(entry.target, host)),
+            "reasons": [*reasons_against(entry.target, host),
+                        *interface_reasons(entry, bundle.manifest.relaxpack_version)],
             "library_bytes": members[entry.library].bytes,
             "params_bytes": weights, "shared_with": shared_with(bundle, entry),
             "activation_dtype": info.activation_dtype, "kv_dtype": info.kv_dtype, "canary": dict(entry.canary),

@@ -19,6 +19,7 @@ from relaxpack.target import TargetSpec
 FORMAT_VERSION = 3      # the newest this relaxpack reads; it writes the oldest that says all (`Manifest.oldest_format`)
 MANIFEST = "manifest.json"
 Json = dict[str, Any]
+_PLANNED = {"arena_bytes", "weight_bytes", "eager_bytes"}      # numbers of a memory plan that a runtime reads
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class TargetEntry:
     libraries: Mapping[str, Any] = field(default_factory=dict)  # library that kernels call → what of it is needed
     activations: str | None = None        # "fp8": products of fp8 weights and many rows round activations to it
     spread: Mapping[str, Mapping[str, float]] = field(default_factory=dict)     # bucket → SpreadCosts
+    step_interface: int | None = None     # relaxpack.step_interface's number; None: built before there were numbers
     extra: Json = field(default_factory=dict)
 
     def to_json(self) -> Json:
@@ -84,23 +86,26 @@ class TargetEntry:
                     "shared_params": {stem: list(names) for stem, names in self.shared_params.items()},
                     "canary": dict(self.canary), "libraries": dict(self.libraries),
                     "activations": self.activations,
-                    "spread": {rows: dict(costs) for rows, costs in self.spread.items()}}
+                    "spread": {rows: dict(costs) for rows, costs in self.spread.items()},
+                    "step_interface": self.step_interface}
         return _merge({**known, **{name: value for name, value in optional.items() if value}}, self.extra)
 
     @classmethod
     def from_json(cls, data: Json) -> TargetEntry:
         known = cls(TargetSpec.from_json(_get(data, "target", dict)), check_member_name(_get(data, "library", str)),
-                    check_member_name(_get(data, "params", str)), tuple(_get(data, "param_order", list)),
-                    tuple(_get(data, "functions", list)), _get(data, "symbolic_bounds", dict),
-                    {name: tuple(sizes) for name, sizes in _get(data, "buckets", dict, {}).items()},
-                    _get(data, "memory_plan", dict, {}), _get(data, "kernels", dict, {}),
-                    tuple(_get(data, "tuning_records", list, [])),
+                    check_member_name(_get(data, "params", str)), _names(data["param_order"], "param_order"),
+                    _names(data["functions"], "functions"),
+                    {symbol: _size(size, "symbolic_bounds") for symbol, size in _get(data, "symbolic_bounds", dict).items()},
+                    {name: _sizes(sizes, "buckets") for name, sizes in _get(data, "buckets", dict, {}).items()},
+                    _plan(_get(data, "memory_plan", dict, {})), _get(data, "kernels", dict, {}),
+                    _names(_get(data, "tuning_records", list, []), "tuning_records"),
                     _dtype(data, "activation_dtype"), _one_of(data, "kv_dtype", tuple(KV_DTYPES.values())),
-                    {check_member_name(stem): _names(names)
+                    {check_member_name(stem): _names(names, "shared_params")
                      for stem, names in _get(data, "shared_params", dict, {}).items()},
                     check_member_name(_get(data, "explain", str, "explain.json")),
                     _get(data, "canary", dict, {}), _get(data, "libraries", dict, {}),
-                    _one_of(data, "activations", ("fp8",)), _spread(_get(data, "spread", dict, {})))
+                    _one_of(data, "activations", ("fp8",)), _spread(_get(data, "spread", dict, {})),
+                    _number(data, "step_interface"))
         return replace(known, extra=_unknown(data, known.to_json()))
 
 
@@ -187,10 +192,29 @@ def _member(name: str, entry: Json) -> Member:
     return Member(size, digest)
 
 
-def _names(values: Any) -> tuple[str, ...]:
+def _names(values: Any, key: str) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise TypeError("shared_params names tensors by lists of strings")
+        raise TypeError(f"{key} is not a list of names")
     return tuple(values)
+
+
+def _size(value: Any, key: str, least: int = 1) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{key}: {value!r} is no size")
+    return value
+
+
+def _sizes(values: Any, key: str, least: int = 1) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise TypeError(f"{key}: {values!r} is no list of sizes")
+    return tuple(_size(value, key, least) for value in values)
+
+
+def _plan(data: Json) -> Json:
+    for name in _PLANNED & data.keys():
+        _size(data[name], f"memory_plan: {name}", 0)
+    _sizes(data.get("arena_storages", []), "memory_plan: arena_storages", 0)
+    return data
 
 
 def _dtype(data: Json, key: str) -> str | None:
@@ -202,6 +226,10 @@ def _one_of(data: Json, key: str, known: tuple[str, ...]) -> str | None:
     if value not in (None, *known):
         raise ValueError(f"{key} is {value!r}, expected one of {', '.join(known)}")
     return value
+
+
+def _number(data: Json, key: str) -> int | None:
+    return _size(data[key], key) if key in data else None
 
 
 def _spread(data: Json) -> Json:

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relaxpack import __version__
 from relaxpack.dist.bundle import Bundle
+from relaxpack.dist.compat import interface_reasons
 from relaxpack.dist.manifest import TargetEntry
 from relaxpack.dist.params import TensorRegion
 from relaxpack.errors import BundleError, EnvironmentProblem
 from relaxpack.model_info import ModelInfo
 from relaxpack.runtime.executor import HostExecutor
+from relaxpack.runtime.library_facts import LibraryDiffers, check_library
 from relaxpack.runtime.model_runner import CpuModelRunner
 from relaxpack.runtime.step_plan import StepExecutor
 from relaxpack.runtime.tokenizer import Tokenizer
@@ -88,15 +91,17 @@ class LoadedModel:
 
 def make_runner(library: Path, entry: TargetEntry, info: ModelInfo, parameters: Sequence[TensorRegion | np.ndarray],
                 num_pages: int | None = None, graphs: bool = True, progress: Progress = _silent,
-                report: LoadReport | None = None) -> CpuModelRunner | CudaModelRunner:
+                report: LoadReport | None = None, writer: str = __version__) -> CpuModelRunner | CudaModelRunner:
     """A runner over a library file and its parameters in manifest order. `graphs`: replay captured decode steps.
-    `progress`: bytes of weights. `report` is filled in."""
+    `progress`: bytes of weights. `report` is filled in. `writer`: the relaxpack that built the library. Raises
+    LibraryDiffers where that was compiled for something else than `entry` and `info` say."""
     took = (report or LoadReport(entry.target.name, 0)).seconds
     device = device_for(entry.target.kind)
     if entry.target.kind == "cpu":
         arrays = [_mapped(parameter) for parameter in parameters]
         with _timed(took, "library"):
             opened = Library(library, device, map(as_tensor, arrays))
+            check_library(opened.facts(), entry, info, writer)
         return CpuModelRunner(opened, info, num_pages, entry.functions)
     from relaxpack.runtime import cuda_memory
     from relaxpack.runtime.cuda_model_runner import CudaModelRunner
@@ -109,6 +114,7 @@ def make_runner(library: Path, entry: TargetEntry, info: ModelInfo, parameters: 
         uploaded = upload(parameters, device, progress)
     with _timed(took, "library"):
         opened = Library(library, device, uploaded.tensors, graphs)
+        check_library(opened.facts(), entry, info, writer)
     with _timed(took, "memory"):
         sizes = [parameter.bytes if isinstance(parameter, TensorRegion) else parameter.nbytes for parameter in parameters]
         runner = CudaModelRunner(opened, info, device, entry.buckets, num_pages, entry.memory_plan, entry.functions,
@@ -121,10 +127,9 @@ def make_runner(library: Path, entry: TargetEntry, info: ModelInfo, parameters: 
 def load_runner(bundle: Bundle, kind: str | None = None, num_pages: int | None = None, graphs: bool = True,
                 progress: Progress = _silent, report: LoadReport | None = None) -> CpuModelRunner | CudaModelRunner:
     """The runner of the bundle's best target for this machine, of one `kind` ("cpu", "cuda") if given."""
-    entry = bundle.select_target(kind=kind)
-    if entry.target.kind == "cuda" and "decode" in entry.functions and "top_logprobs" not in entry.functions:
-        raise BundleError(f"{bundle.location} was built for {entry.target.name} by an older relaxpack, whose steps "
-                          "sample in another way: build it again")
+    entry, writer = bundle.select_target(kind=kind), bundle.manifest.relaxpack_version
+    if reasons := interface_reasons(entry, writer):
+        raise BundleError(f"{bundle.location}: {reasons[0]}")
     params = bundle.open_params(entry)
     # A GPU's parameters are read where they lie; a CPU's are mapped and stay there.
     parameters: list[TensorRegion | np.ndarray] = [
@@ -135,8 +140,11 @@ def load_runner(bundle: Bundle, kind: str | None = None, num_pages: int | None =
             report.note = (f"{entry.target.name} could not run where it was built: relaxpack verify BUNDLE --device "
                            f"{entry.target.kind} checks its answers here")
         report.weight_bytes = sum(params.region(name).bytes for name in entry.param_order)
-    return make_runner(bundle.path(entry.library), entry, bundle.manifest.info_for(entry), parameters, num_pages, graphs,
-                       progress, report)
+    try:
+        return make_runner(bundle.path(entry.library), entry, bundle.manifest.info_for(entry), parameters, num_pages, graphs,
+                           progress, report, writer)
+    except LibraryDiffers as error:
+        raise LibraryDiffers(f"{bundle.location}: {error}") from None
 
 
 def _mapped(parameter: TensorRegion | np.ndarray) -> np.ndarray:

@@ -64,8 +64,8 @@ def save_prefixes(engine: Engine, folder: Path, model_key: str, max_pages: int =
     if not pages:
         return StoreReport(0, "nothing is cached")
     raw = np.ascontiguousarray(access.read_pages([p.page_id for p in pages])).reshape(len(pages), -1).view(np.uint8)
-    entries = [{"digest": p.digest.hex(), "parent": p.parent.hex(), "token_ids": p.token_ids, "sha256": sha256_bytes(data.data)}
-               for p, data in zip(pages, raw, strict=True)]
+    entries = [{"digest": p.digest.hex(), "parent": p.parent.hex(), "token_ids": p.token_ids,
+                "sha256": sha256_bytes(data.data)} for p, data in zip(pages, raw, strict=True)]
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f".{FILE_NAME}.{os.getpid()}"
     try:

@@ -85,6 +85,10 @@ class Library:
             self._functions[name] = self._vm[name]
         return self._functions[name](*inputs, self._parameters)
 
+    def facts(self) -> str:
+        """TVM's own description of the compiled code: names, constants, and what it checks of each input."""
+        return str(self._module["stats"]())
+
     def instrument(self, observe: Any) -> None:
         """`observe(func, name, before_run, ret_value, *args)` is called around every kernel from now on."""
         self._vm.set_instrument(observe)

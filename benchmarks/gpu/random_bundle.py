@@ -22,6 +22,7 @@ from relaxpack.dist.manifest import Manifest, TargetEntry, WeightsSummary
 from relaxpack.dist.params import numpy_dtype
 from relaxpack.model_info import ModelInfo
 from relaxpack.recipe import RopeTable, from_json
+from relaxpack.step_interface import STEP_INTERFACE
 from relaxpack.target import TargetSpec
 
 _BLOCK = 1 << 23     # numbers
@@ -75,7 +76,8 @@ def write(stem: Path, out: Path) -> Manifest:
                             ("prefill", "decode", "sample", "top_logprobs"), {},
                             {name: tuple(sizes) for name, sizes in description["buckets"].items()},
                             {**description["memory"], "weight_bytes": size}, activation_dtype=info.activation_dtype,
-                            kv_dtype=info.kv_dtype, spread=description.get("spread", {}))
+                            kv_dtype=info.kv_dtype, spread=description.get("spread", {}),
+                            step_interface=STEP_INTERFACE["cuda"])
         return writer.finish(Manifest("benchmark", "0" * 64, info, WeightsSummary({"random": size}), (entry,), {},
                                       {"name": info.name, "kind": "random weights"}, {}))
 

@@ -27,6 +27,7 @@ from relaxpack.recipe import Pack
 from relaxpack.relax_models.checkpoint import Checkpoint
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.schedules.cuda_compile import check_library
+from relaxpack.step_interface import STEP_INTERFACE
 
 if TYPE_CHECKING:
     from relaxpack.tuning.lookup import DatabaseLookup
@@ -125,7 +126,8 @@ def _target_entry(plan: TargetPlan, lowered: Lowered, stem: str, shared: dict[st
         tuning_records=tuple(lowered.explanation.get("tuning", {}).get("used", ())),
         activation_dtype=plan.activation_dtype, kv_dtype=plan.kv_dtype, shared_params=shared, explain=explain,
         libraries=_libraries(lowered), activations=plan.activations if plan.activations != "float" else None,
-        spread={str(rows): asdict(costs) for rows, costs in lowered.spread.items()})
+        spread={str(rows): asdict(costs) for rows, costs in lowered.spread.items()},
+        step_interface=STEP_INTERFACE[plan.spec.kind])
 
 
 def _libraries(lowered: Lowered) -> dict[str, Any]:

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from relaxpack.cli import run
 from relaxpack.compile import BuildOptions, build_bundle
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.canary import CanarySet
@@ -22,6 +24,7 @@ from relaxpack.dist.manifest import FORMAT_VERSION
 from relaxpack.errors import BundleError
 from relaxpack.runtime.canaries import check
 from relaxpack.runtime.load import load_model
+from relaxpack.step_interface import STEP_INTERFACE
 from tests.helpers.numerics import prefill_logits, tapes
 from tests.helpers.tiny_checkpoints import write_checkpoint
 
@@ -161,6 +164,39 @@ def test_another_cpu_and_a_newer_format_are_refused(copy: Path) -> None:
     (copy / "manifest.json").write_text(json.dumps(other))
     with pytest.raises(BundleError, match="amx-tile-of-the-future"):
         load_model(copy)
+
+
+@pytest.mark.parametrize(("fact", "value", "compiled"), [
+    ("kv_dtype", "float32", "float16"), ("kv_dtype", "bfloat16", "float16"), ("kv_dtype", "float8_e4m3fn", "float16"),
+    ("num_layers", 3, "2"), ("num_kv_heads", 1, "2"), ("page_size", 32, "16"), ("head_dim", 32, "16"),
+    ("vocab_size", 600, "512"), ("max_context", 128, "4 pages of 16 tokens"), ("max_batch", 3, "2 (b)"),
+    ("prefill_chunk", 64, "32 (t)")])
+def test_a_manifest_that_the_library_contradicts_is_refused(copy: Path, fact: str, value: Any, compiled: str,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["model_info"][fact] = value
+    manifest["targets"][0].update({fact: value} if fact in manifest["targets"][0] else {})
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert run(["generate", str(copy), "hi"]) == 5
+    said = capsys.readouterr().err
+    assert f"{copy}: manifest.json says {fact} {value}, and " in said
+    assert f" for {compiled}: the manifest was changed" in said
+
+
+def test_the_step_interface_is_written_and_compared(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (entry,) = manifest["targets"]
+    assert entry["step_interface"] == STEP_INTERFACE["cpu"]
+    entry["step_interface"] += 1
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert run(["generate", str(copy), "hi"]) == 5
+    assert "with step interface" in capsys.readouterr().err
+    assert run(["inspect", str(copy), "--json"]) == 0
+    what = json.loads(capsys.readouterr().out)
+    assert what["chosen"] is None and "with step interface" in what["targets"][0]["reasons"][0]
+    del entry["step_interface"]             # as writers of before there were numbers
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert run(["generate", str(copy), "hi", "--max-tokens", "1"]) == 0
 
 
 def test_a_bundle_gives_the_same_logits_each_time_it_is_loaded(bundle_path: Path) -> None:

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from relaxpack.dist.compat import choose_target, reasons_against
+from relaxpack import __version__
+from relaxpack.dist.compat import choose_target, interface_reasons, reasons_against
 from relaxpack.dist.host import Gpu, Host, cuda_driver, detect_host
+from relaxpack.step_interface import STEP_INTERFACE
 from relaxpack.target import TargetSpec, host_cpu_features
 from tests.helpers.bundles import target_entry
 
@@ -15,6 +17,30 @@ from tests.helpers.bundles import target_entry
 def gpu_host(*capabilities: tuple[int, int]) -> Host:
     gpus = tuple(Gpu(f"GPU{i}", c, 1 << 34) for i, c in enumerate(capabilities))
     return Host("x86_64", ("avx2", "fma", "f16c"), gpus)
+
+
+def test_the_step_interface_is_compared() -> None:
+    entry = target_entry([])
+    assert interface_reasons(entry, "0.1.0") == (), "bundles of before there were numbers"
+    assert interface_reasons(replace(entry, step_interface=STEP_INTERFACE["cpu"]), "0.1.0") == ()
+    (newer,) = interface_reasons(replace(entry, step_interface=STEP_INTERFACE["cpu"] + 1), "9.9")
+    here = STEP_INTERFACE["cpu"]
+    assert newer == (f"cpu:x86-64-v3 was built by relaxpack 9.9 with step interface {here + 1}, this one ({__version__}) "
+                     f"needs {here}: install relaxpack 9.9 or newer, or build it again with "
+                     "relaxpack build MODEL --target cpu:x86-64-v3 -o NEW_BUNDLE")
+
+
+def test_an_older_step_interface_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STEP_INTERFACE, "cpu", 7)   # type: ignore[arg-type]
+    (older,) = interface_reasons(replace(target_entry([]), step_interface=6), "0.1.0")
+    assert "step interface 6, this one" in older and "needs 7: build it again with" in older
+
+
+def test_functions_that_are_missing_are_an_older_interface() -> None:
+    entry = replace(target_entry([]), target=TargetSpec("cuda", "sm_90a"), functions=("prefill", "decode", "sample"))
+    (reason,) = interface_reasons(entry, "0.0.3")
+    assert "relaxpack 0.0.3, whose step functions had no top_logprobs: build it again" in reason
+    assert interface_reasons(replace(entry, functions=("embed",)), "0.0.3") == ()
 
 
 @pytest.mark.parametrize(("arch", "capability", "runs"), [

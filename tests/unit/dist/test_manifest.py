@@ -68,7 +68,10 @@ def test_damage(data: bytes) -> None:
 
 @pytest.mark.parametrize("change", [
     {"kv_dtype": "bogus"}, {"kv_dtype": "fp8"}, {"activations": "bogus"}, {"spread": {"8": {}}}, {"spread": {"x": {}}},
-    {"spread": {"8": 3}},
+    {"spread": {"8": 3}}, {"step_interface": 0}, {"step_interface": "1"}, {"symbolic_bounds": {"t": "64"}},
+    {"symbolic_bounds": {"t": 0}}, {"buckets": {"decode": "124"}}, {"buckets": {"decode": [1, "2"]}},
+    {"functions": "decode"}, {"param_order": [1]}, {"tuning_records": [None]}, {"memory_plan": {"arena_bytes": "4096"}},
+    {"memory_plan": {"arena_storages": [1.5]}}, {"memory_plan": {"weight_bytes": -1}},
     {"spread": {"8": {"longest_us": "1", "key_us": 1, "again_us": 1, "shared_us": 1, "more_us": 1}}}])
 def test_facts_of_a_target_that_make_no_sense_are_damage(change: dict[str, Any]) -> None:
     (target,) = json.loads(MANIFEST.to_bytes())["targets"]

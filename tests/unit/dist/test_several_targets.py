@@ -18,6 +18,7 @@ from relaxpack.dist.diff import diff
 from relaxpack.dist.host import Gpu, Host
 from relaxpack.dist.manifest import MANIFEST, Manifest, TargetEntry
 from relaxpack.errors import DamagedMemberError, NewerFormatError, TargetMismatchError, UnsafeMemberError, UsageError
+from relaxpack.step_interface import STEP_INPUTS
 from relaxpack.target import TargetSpec
 from tests.helpers.bundles import INFO, make_manifest
 
@@ -48,7 +49,8 @@ def write(path: Path, specs: list[TargetSpec], changes: dict[str, np.ndarray] | 
                     params.add(name, {"": array})
             stem, shared = writer.placement(params)
             dtypes = ("bfloat16", "bfloat16") if spec.kind == "cuda" else ("float32", "float32")
-            entries.append(TargetEntry(spec, f"lib/{spec.file_stem}.so", stem, tuple(mine), ("decode",), {"t": 4},
+            entries.append(TargetEntry(spec, f"lib/{spec.file_stem}.so", stem, tuple(mine), tuple(STEP_INPUTS[spec.kind]),
+                                       {"t": 4},
                                        {"decode": (1, 2)} if spec.kind == "cuda" else {}, {"arena_bytes": 64},
                                        activation_dtype=dtypes[0], kv_dtype=dtypes[1], shared_params=shared))
             for name, array in writer.open_params(entries[-1]).items(tuple(mine)):
