@@ -32,7 +32,7 @@ from relaxpack.relax_models.gguf_file import GgufFile
 from relaxpack.relax_models.gguf_tokenizer import read_gguf_tokenizer
 from relaxpack.relax_models.int4_tensors import Int4Tensors
 from relaxpack.relax_models.json_files import read_object
-from relaxpack.relax_models.quantization_import import Scheme, read_quantization
+from relaxpack.relax_models.quantization_import import BESIDE, Scheme, read_quantization
 from relaxpack.relax_models.safetensors_folder import SafetensorsFolder
 from relaxpack.relax_models.tokenizer_import import CONFIG as TOKENIZER_CONFIG
 from relaxpack.relax_models.tokenizer_import import read_tokenizer
@@ -110,7 +110,7 @@ def _open_folder(folder: Path, ignore_keys: tuple[str, ...]) -> Checkpoint:
     reader = KeyReader("config.json", config_data, audit, ignore_keys)
     family = families.find_family(reader)  # first: a checkpoint of another kind may lack everything else
     files = SafetensorsFolder(folder)
-    scheme = read_quantization(reader)
+    scheme = read_quantization(reader, {name: read_object(folder / name, required=False) for name in BESIDE})
     config, tie_stated = families.read_config(reader, family)
     ends, bos = token_ids(reader, "eos_token_id"), reader.integer("bos_token_id", None)
     reader.finish()

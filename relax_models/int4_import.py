@@ -1,18 +1,22 @@
 """The keys of `quantization_config` in the schemes with 4-bit weights in groups along the input features: quant_method "awq"
 and "gptq", and "compressed-tensors" where its format is pack-quantized.
 
-Which layers are quantised, their zeros and the order of their columns are read from the tensors, in `int4_tensors.py`.
+Which layers are quantised, their zeros and the order of their columns are read from the tensors, in `int4_tensors.py`, which
+compares them with what the keys say of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relaxpack.errors import ConfigError
 from relaxpack.relax_models.audit import KeyReader, shorten
 from relaxpack.relax_models.fp8_import import compressed_groups
 
 WHOLE_COLUMN = -1       # as both schemes write a group of all input features
+FORM_KEYS = ("checkpoint_format", "format")
+FIRST_FORM, SECOND_FORM = "gptq", "gptq_v2"
+ZEROS_DIFFER = f"{FIRST_FORM} stores zeros less one and {SECOND_FORM} as they are, so every weight would be off by a scale"
 _BY_TENSOR = "which weights are quantised is read from the tensors"
 _HOW_MADE = "how the weights were quantised"
 _HOW_RUN = "how another program runs them"
@@ -28,11 +32,14 @@ _RUN = ("use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "ma
 @dataclass(frozen=True)
 class Int4Scheme:
     """`group`: input features that share a scale, WHOLE_COLUMN for all of them. `zero_offset`: how much larger a zero is
-    than its stored form."""
+    than its stored form. What the keys say of the tensors: `symmetric`, that all zeros are 8 (None: nothing); `reordered`,
+    that the order of the columns is stored, as a g_idx."""
 
     method: str  # "awq" | "gptq" | "compressed"
     group: int
     zero_offset: int = 0
+    symmetric: bool | None = None
+    reordered: bool = False
 
 
 def awq(keys: KeyReader) -> Int4Scheme:
@@ -45,34 +52,42 @@ def awq(keys: KeyReader) -> Int4Scheme:
 
 def gptq(keys: KeyReader) -> Int4Scheme:
     """The first form of the format stores zeros less one, "gptq_v2" as they are."""
-    forms = ("gptq", "gptq_v2")
-    for key in ("checkpoint_format", "format"):
-        keys.require(key, forms, "how the tensors are packed")
-    form = keys.take("checkpoint_format", None) or keys.take("format", "gptq")
+    forms = set()
+    for key in FORM_KEYS:
+        keys.require(key, (FIRST_FORM, SECOND_FORM), "how the tensors are packed")
+        forms.add(keys.take(key, None))
+    forms = forms - {None} or {FIRST_FORM}
+    if len(forms) > 1:
+        raise ConfigError(f"{keys.file}: {' and '.join(f'{keys.prefix}{key} = {keys.data[key]!r}' for key in FORM_KEYS)} "
+                          f"contradict each other: {ZEROS_DIFFER}; keep the key of the program that wrote the tensors")
+    (form,) = forms
     keys.require("is_marlin_format", (False,), "the order in which codes are packed")
     keys.require("pack_dtype", ("int32",), "the order in which codes are packed")
-    keys.ignore("sym", "zeros are read from the tensors")
-    keys.ignore("desc_act", "the order of columns is read from the tensors")
+    symmetric, reordered = keys.take("sym", None, bool), keys.flag("desc_act")
     keys.ignore("lm_head", _BY_TENSOR)
     for module, settings in keys.take("dynamic", {}, dict).items():
         if not module.startswith("-:"):         # those name layers that are not quantised
             raise ConfigError(f"{keys.file}: {keys.prefix}dynamic gives {module!r} settings of its own "
                               f"({shorten(settings)}), which is not supported: all quantised layers must be alike")
-    return _scheme(keys, "gptq", 0 if form == "gptq_v2" else 1)
+    return replace(_scheme(keys, "gptq"), zero_offset=0 if form == SECOND_FORM else 1, symmetric=symmetric or None,
+                   reordered=reordered)
 
 
 def pack_quantized(keys: KeyReader) -> Int4Scheme:
     """Of compressed-tensors: all groups must be alike."""
     keys.require("format", ("pack-quantized",), "4-bit weights")
-    sizes = {_packed_group(group, weights) for group, weights in compressed_groups(keys)}
+    schemes = {_packed_group(group, weights) for group, weights in compressed_groups(keys)}
+    sizes = {scheme.group for scheme in schemes}
     if len(sizes) != 1:
         raise ConfigError(f"{keys.file}: {keys.prefix}config_groups have {sorted(sizes) if sizes else 'no'} group sizes; "
                           "expected one")
-    return Int4Scheme("compressed", sizes.pop())
+    if len(schemes) != 1:
+        raise ConfigError(f"{keys.file}: {keys.prefix}config_groups differ in symmetric or actorder, which is not "
+                          "supported: all quantised layers must be alike")
+    return schemes.pop()
 
 
-def _packed_group(group: KeyReader, weights: KeyReader) -> int:
-    """Its group size."""
+def _packed_group(group: KeyReader, weights: KeyReader) -> Int4Scheme:
     group.require("format", ("pack-quantized",), "the format of the whole is pack-quantized")
     group.ignore("input_activations", "only the weights are taken: activations are not quantised")
     group.finish()
@@ -80,13 +95,12 @@ def _packed_group(group: KeyReader, weights: KeyReader) -> int:
     weights.require("num_bits", (4,), "of pack-quantized weights, those of 4 bits are read")
     weights.require("type", ("int",), "4-bit codes are integers")
     weights.require("strategy", ("group", "channel"), "how far a scale reaches")
-    weights.ignore("symmetric", "zeros are read from the tensors")
-    weights.ignore("actorder", "the order of columns is read from the tensors")
+    symmetric, reordered = weights.flag("symmetric", True), weights.take("actorder", None) in ("group", "dynamic", True)
     weights.require("block_structure", ((),), "scales of groups")
     size = _group_size(weights) if weights.data.get("strategy") == "group" else WHOLE_COLUMN
     weights.ignore("group_size", "a scale reaches over all input features")
     weights.finish()
-    return size
+    return Int4Scheme("compressed", size, symmetric=symmetric, reordered=reordered)
 
 
 def _group_size(keys: KeyReader) -> int:
@@ -97,7 +111,7 @@ def _group_size(keys: KeyReader) -> int:
     return int(group)
 
 
-def _scheme(keys: KeyReader, method: str, zero_offset: int = 0) -> Int4Scheme:
+def _scheme(keys: KeyReader, method: str) -> Int4Scheme:
     keys.take("bits")
     keys.require("bits", (4,), f"of {method}, 4-bit weights are read")
     group = _group_size(keys)
@@ -105,4 +119,4 @@ def _scheme(keys: KeyReader, method: str, zero_offset: int = 0) -> Int4Scheme:
         keys.ignore(key, _HOW_MADE)
     for key in _RUN:
         keys.ignore(key, _HOW_RUN)
-    return Int4Scheme(method, group, zero_offset)
+    return Int4Scheme(method, group)

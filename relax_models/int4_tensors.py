@@ -17,13 +17,16 @@ import numpy as np
 
 from relaxpack.errors import CheckpointError
 from relaxpack.relax_models.contents import TensorInfo
-from relaxpack.relax_models.int4_import import WHOLE_COLUMN, Int4Scheme
+from relaxpack.relax_models.int4_import import FIRST_FORM, SECOND_FORM, WHOLE_COLUMN, Int4Scheme
 from relaxpack.relax_models.safetensors_folder import SafetensorsFolder, equal_in_chunks
 from relaxpack.weight_format import BLOCK, FORMATS, QuantizedTensor, WeightFormat
 
 _SCALES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32}
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)       # which of eight outputs each nibble holds
 # Endings of a layer's codes, zeros, scales and order of inputs; behind them what only describes it.
+_MIDDLE = 8                                 # the zero of all groups where quantisation is symmetric
+_SYMMETRIC = {"gptq": "sym", "compressed": "symmetric"}
+_REORDERED = {"gptq": "desc_act", "compressed": "actorder"}
 _OLD = (".qweight", ".qzeros", ".scales", ".g_idx")
 _NAMES = {"awq": _OLD, "gptq": _OLD,
           "compressed": (".weight_packed", ".weight_zero_point", ".weight_scale", ".weight_g_idx", ".weight_shape")}
@@ -87,6 +90,7 @@ class Int4Tensors:
             raise CheckpointError(f"{scales} holds what float16 does not, and {inputs} inputs are no multiple of 32")
         layer = _Layer(name, outputs, inputs, group, format)
         self._check_order(layer)
+        self._check_zeros(layer)
         return layer
 
     def _integers(self, name: str) -> tuple[int, int]:
@@ -99,6 +103,10 @@ class Int4Tensors:
         """The groups must be neighbours along the inputs."""
         name = layer.name + self._names[3]
         if name not in self._stored:
+            if self._scheme.reordered and layer.groups > 1:
+                raise CheckpointError(f"{name} is not there, but quantization_config says that the inputs were reordered "
+                                      f"({_REORDERED[self._scheme.method]}): which group an input belongs to is not known; "
+                                      "incomplete download?")
             return
         dtype, shape = self._stored[name]
         if dtype != "I32" or shape != (layer.inputs,):
@@ -106,6 +114,24 @@ class Int4Tensors:
         if not np.array_equal(self._read(name, np.int32), np.arange(layer.inputs) // layer.group):
             raise CheckpointError(f"{name}: the groups are not neighbouring inputs (quantised with desc_act), which is not "
                                   "supported; give a checkpoint made with desc_act false, an AWQ one, or a GGUF file")
+
+    def _check_zeros(self, layer: _Layer) -> None:
+        """What quantization_config says of the zeros must be so: where it contradicts them, one of the two is wrong."""
+        name, scheme = layer.name + self._names[1], self._scheme
+        if scheme.symmetric is False and name not in self._stored:
+            raise CheckpointError(f"{name} is not there, but quantization_config says symmetric false: the zeros are not "
+                                  "known; incomplete download?")
+        if not scheme.symmetric or name not in self._stored:
+            return
+        found = np.unique(self._zeros(layer))
+        if found.tolist() == [_MIDDLE]:
+            return
+        other = {(1, _MIDDLE + 1): SECOND_FORM, (0, _MIDDLE - 1): FIRST_FORM}.get((scheme.zero_offset, int(found[0])))
+        why = (f"; that is what checkpoint_format {other!r} would make {_MIDDLE}: the key names the wrong form"
+               if scheme.method == "gptq" and len(found) == 1 and other else "")
+        values = f"{found[0]}" if len(found) == 1 else f"{found[0]} to {found[-1]}"
+        raise CheckpointError(f"{name} holds zeros of {values}, but quantization_config says {_SYMMETRIC[scheme.method]} "
+                              f"true, so that all are {_MIDDLE}{why}. Ask its publisher which is true, and correct config.json")
 
     def infos(self) -> dict[str, TensorInfo]:
         own = {layer.name + ending for layer in self._layers.values() for ending in self._names} | self._zero_biases
@@ -142,7 +168,7 @@ class Int4Tensors:
 
     def _zeros(self, layer: _Layer) -> np.ndarray:
         """uint8 `[N, groups]`. Stored less one, a zero of 0 has become 15."""
-        zeros = np.full((layer.outputs, layer.groups), 8, np.uint8)
+        zeros = np.full((layer.outputs, layer.groups), _MIDDLE, np.uint8)
         if layer.name + self._names[1] not in self._stored:
             return zeros
         words = self._by_output(layer.name + self._names[1], np.uint32)

@@ -74,7 +74,8 @@ def test_symmetric_gptq_has_zeros_of_eight(tmp_path: Path) -> None:
 
 def test_symmetric_compressed_tensors_have_no_zeros(tmp_path: Path) -> None:
     _, stored = write_int4_checkpoint(tmp_path / "m", "compressed", **SIZES)
-    change(tmp_path / "m", stored, {f"{LAYER}.weight_zero_point": None})
+    change(tmp_path / "m", stored, {name: None for name in stored if name.endswith("zero_point")})
+    _set_weights(tmp_path / "m", {**_weights(tmp_path / "m"), "symmetric": True})
     weight = open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight")
     assert (weight.zeros == 8).all()
     np.testing.assert_array_equal(weight.dequantize(), (weight.codes.astype(np.float32) - 8) * np.repeat(
@@ -198,6 +199,120 @@ def test_schemes_that_are_refused(tmp_path: Path, kind: str, keys: dict[str, Any
         open_checkpoint(tmp_path / "m")
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("keys", [{"checkpoint_format": "gptq", "format": "gptq_v2"},
+                                  {"checkpoint_format": "gptq_v2", "format": "gptq"}])
+def test_two_keys_for_the_form_must_agree(tmp_path: Path, keys: dict[str, str]) -> None:
+    write_int4_checkpoint(tmp_path / "m", "gptq", **SIZES)
+    configure(tmp_path / "m", **keys)
+    with pytest.raises(ConfigError, match="checkpoint_format = .* and quantization_config.format = .* contradict each "
+                                          "other: gptq stores zeros less one"):
+        open_checkpoint(tmp_path / "m")
+    for agreed in ({"checkpoint_format": None, "format": None}, {"checkpoint_format": None, "format": "gptq"},
+                   {"checkpoint_format": "gptq", "format": "gptq"}):
+        configure(tmp_path / "m", **agreed)
+        open_checkpoint(tmp_path / "m")
+
+
+@pytest.mark.parametrize(("kind", "file", "content", "words"), [
+    ("gptq", "quantize_config.json", {"checkpoint_format": "gptq_v2"}, ["'gptq'", "'gptq_v2'", "zeros less one"]),
+    ("gptq_v2", "quantize_config.json", {"format": "gptq"}, ["'gptq_v2'", "format = 'gptq'"]),
+    ("gptq", "quantize_config.json", {"bits": 8}, ["bits = 4", "bits = 8"]),
+    ("gptq", "quantize_config.json", {"group_size": 32}, ["group_size = 128", "group_size = 32"]),
+    ("gptq", "quantize_config.json", {"sym": True}, ["sym = False", "sym = True"]),
+    ("awq", "quant_config.json", {"q_group_size": 64, "w_bit": 4}, ["group_size = 128", "q_group_size = 64"]),
+    ("awq", "quant_config.json", {"version": "GEMV"}, ["version = 'gemm'", "version = 'GEMV'"]),
+    ("awq", "quant_config.json", {"zero_point": False}, ["zero_point = True", "zero_point = False"]),
+])
+def test_a_file_beside_that_says_otherwise_is_refused(tmp_path: Path, kind: str, file: str, content: dict[str, Any],
+                                                      words: list[str]) -> None:
+    write_int4_checkpoint(tmp_path / "m", kind, **SIZES)
+    agreed = {"quant_method": kind.removesuffix("_v2"), "bits": 4, "w_bit": 4, "group_size": 128, "q_group_size": 128,
+              "version": "GEMM", "meta": 1}
+    write_json(tmp_path / "m" / file, agreed)
+    open_checkpoint(tmp_path / "m")
+    write_json(tmp_path / "m" / file, content)
+    with pytest.raises(ConfigError) as caught:
+        open_checkpoint(tmp_path / "m")
+    for word in ("config.json and " + file, *words):
+        assert word in str(caught.value)
+
+
+def test_no_form_at_all_is_the_first(tmp_path: Path) -> None:
+    write_int4_checkpoint(tmp_path / "m", "gptq", **SIZES)
+    configure(tmp_path / "m", checkpoint_format=None)
+    write_json(tmp_path / "m/quantize_config.json", {"checkpoint_format": "gptq_v2"})
+    with pytest.raises(ConfigError, match="checkpoint_format = 'gptq' and checkpoint_format = 'gptq_v2'"):
+        open_checkpoint(tmp_path / "m")
+
+
+@pytest.mark.parametrize(("form", "stored", "words"), [
+    ("gptq", 0x77777777, None), ("gptq_v2", 0x88888888, None),
+    ("gptq", 0x88888888, "holds zeros of 9, .* sym true, .* checkpoint_format 'gptq_v2' would make 8"),
+    ("gptq_v2", 0x77777777, "holds zeros of 7, .* sym true, .* checkpoint_format 'gptq' would make 8"),
+    ("gptq", 0x77777776, "holds zeros of 7 to 8, .* sym true"),
+    ("gptq", 0x33333333, "holds zeros of 4, .*so that all are 8. Ask"),
+])
+def test_sym_true_means_zeros_of_eight(tmp_path: Path, form: str, stored: int, words: str | None) -> None:
+    """Of the two forms the wrong one gives 7 or 9: the one place where a wrong key can be found."""
+    _, tensors = write_int4_checkpoint(tmp_path / "m", "gptq", **SIZES)
+    configure(tmp_path / "m", sym=True, checkpoint_format=form)
+    change(tmp_path / "m", tensors, {name: np.full_like(value, np.uint32(stored).view(np.int32))
+                                     for name, value in tensors.items() if name.endswith("qzeros")})
+    if words is None:
+        assert (open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight").zeros == 8).all()
+    else:
+        with pytest.raises(CheckpointError, match=words):
+            open_checkpoint(tmp_path / "m")
+
+
+def test_compressed_tensors_that_say_symmetric_or_not(tmp_path: Path) -> None:
+    _, stored = write_int4_checkpoint(tmp_path / "m", "compressed", **SIZES)
+    change(tmp_path / "m", stored, {f"{LAYER}.weight_zero_point": None})
+    with pytest.raises(CheckpointError, match="q_proj.weight_zero_point is not there, but .* symmetric false"):
+        open_checkpoint(tmp_path / "m")
+    change(tmp_path / "m", stored, {})
+    weights = {**_weights(tmp_path / "m"), "symmetric": True}
+    _set_weights(tmp_path / "m", weights)
+    with pytest.raises(CheckpointError, match="zero_point holds zeros of 0 to 15, but .* symmetric true"):
+        open_checkpoint(tmp_path / "m")
+    change(tmp_path / "m", stored, {name: None for name in stored if name.endswith("zero_point")})
+    assert (open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight").zeros == 8).all()
+
+
+@pytest.mark.parametrize("kind", ["gptq", "compressed"])
+def test_an_order_that_is_promised_must_be_there(tmp_path: Path, kind: str) -> None:
+    """Without a g_idx nobody knows which group an input belongs to."""
+    _, stored = write_int4_checkpoint(tmp_path / "m", kind, **SIZES)
+    if kind == "gptq":
+        configure(tmp_path / "m", desc_act=True)
+        open_checkpoint(tmp_path / "m")             # in order, by the tensors
+    else:
+        _set_weights(tmp_path / "m", {**_weights(tmp_path / "m"), "actorder": "group"})
+    change(tmp_path / "m", stored, {name: None for name in stored if name.endswith("g_idx")})
+    with pytest.raises(CheckpointError, match="g_idx is not there, but .* the inputs were reordered"):
+        open_checkpoint(tmp_path / "m")
+
+
+def test_groups_that_differ_in_zeros_are_refused(tmp_path: Path) -> None:
+    write_int4_checkpoint(tmp_path / "m", "compressed", **SIZES)
+    groups = json.loads((tmp_path / "m/config.json").read_text())["quantization_config"]["config_groups"]
+    other = {**groups["group_0"], "weights": {**groups["group_0"]["weights"], "symmetric": True}}
+    configure(tmp_path / "m", config_groups={**groups, "group_1": other})
+    with pytest.raises(ConfigError, match="config_groups differ in symmetric or actorder"):
+        open_checkpoint(tmp_path / "m")
+
+
+def _weights(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text())
+    weights: dict[str, Any] = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    return weights
+
+
+def _set_weights(folder: Path, weights: dict[str, Any]) -> None:
+    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
+    configure(folder, config_groups={**groups, "group_0": {**groups["group_0"], "weights": weights}})
 
 
 Q, P = LAYER + ".", LAYER + ".weight_"
