@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from relaxpack.compile.kernels import attention_spec, kernel_provider
 from relaxpack.compile.options import pipeline_config
+from relaxpack.passes.config import ON_REQUEST, OPTIONAL
 from relaxpack.passes.memory_plan import PLAN, arena_bytes
-from relaxpack.passes.pipeline import ON_REQUEST, OPTIONAL, phases, run_phases
+from relaxpack.passes.pipeline import phases, run_phases
 from relaxpack.passes.step_table import step_table
 from relaxpack.relax_models.export import BuildLimits, export_model
 from relaxpack.schedules.rest import rest_rule

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,22 +48,6 @@ from relaxpack.weight_format import WeightFormat
 from tvm import relax
 
 Phase = tuple[str, list[Any]]
-# Passes that may be left out, and the optimisation level from which on they run. Without any of them a model is still
-# right: unfused operations go through TVM's legalisation, and memory is allocated as it is needed.
-OPTIONAL: dict[str, int] = {
-    "ShareRopeTable": 1, "FoldConstant": 1, "EliminateCommonSubexpr": 1, "PlanMemory": 1,
-    "FoldScales": 2, "CombineParallelMatmul": 2, "FuseEpilogues": 2, "FuseAddNorm": 2, "FuseOps": 2,
-    "FuseNormLinear": 2, "FuseRopeAppendAttention": 2,
-    "SelectRowsEarly": 3, "RewriteCUDAGraph": 3,
-}
-# Passes that run only where they are asked for by name: they cost accuracy or win nothing by measurement (docs/passes.md).
-ON_REQUEST = ("FoldNormWeights", "FuseResidual", "FuseHeadSample", "SpreadDecode")
-HIGHEST_LEVEL = 3
-
-
-def left_out(level: int, disabled: Iterable[str] = ()) -> frozenset[str]:
-    """The optional passes that do not run at `-O<level>`, and those disabled by name."""
-    return frozenset(disabled) | {name for name, since in OPTIONAL.items() if since > level}
 
 
 @dataclass(frozen=True)

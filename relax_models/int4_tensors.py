@@ -131,7 +131,7 @@ class Int4Tensors:
                if scheme.method == "gptq" and len(found) == 1 and other else "")
         values = f"{found[0]}" if len(found) == 1 else f"{found[0]} to {found[-1]}"
         raise CheckpointError(f"{name} holds zeros of {values}, but quantization_config says {_SYMMETRIC[scheme.method]} "
-                              f"true, so that all are {_MIDDLE}{why}. Ask its publisher which is true, and correct config.json")
+                              f"true, so that all are {_MIDDLE}{why}. Ask its publisher which is true")
 
     def infos(self) -> dict[str, TensorInfo]:
         own = {layer.name + ending for layer in self._layers.values() for ending in self._names} | self._zero_biases

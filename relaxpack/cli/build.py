@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from relaxpack.errors import UsageError
+from relaxpack.explain.pass_notes import NOTES
 from relaxpack.model_info import KV_DTYPES
+from relaxpack.passes.config import ON_REQUEST, OPTIONAL
 from relaxpack.weight_format import ACTIVATIONS, WEIGHTS
 
 if TYPE_CHECKING:
@@ -24,7 +26,18 @@ if TYPE_CHECKING:
     from relaxpack.dist.manifest import TargetEntry
 
 
-@click.command()
+class _Build(click.Command):
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The passes that --enable and --disable name."""
+        with formatter.section("Passes on request (--enable)"):
+            formatter.write_dl([(name, f"{NOTES[name].removesuffix(' (on request)')}; needs {needs}")
+                                for name, needs in ON_REQUEST.items()])
+        with formatter.section("Passes that may be left out (--disable), by the level from which on they run"):
+            formatter.write_dl([(f"-O{level}", ", ".join(name for name, since in OPTIONAL.items() if since == level))
+                                for level in sorted(set(OPTIONAL.values()))])
+
+
+@click.command(cls=_Build)
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path),
               help="The bundle to write: a folder, or a single file if the name ends in .rpk.")
@@ -52,7 +65,7 @@ if TYPE_CHECKING:
               help="Which optional passes run: 0 none, 1 folding and memory, 2 fusion, 3 all.")
 @click.option("--disable", "disabled", multiple=True, metavar="PASS", help="Leave an optional pass out. Repeatable.")
 @click.option("--enable", "enabled", multiple=True, metavar="PASS",
-              help="Run a pass that runs on request alone: FoldNormWeights, FuseResidual, FuseHeadSample. Repeatable.")
+              help="Run a pass that runs on request alone, see below. Repeatable.")
 @click.option("--ignore-config-key", "ignored", multiple=True, metavar="KEY",
               help="Accept an unknown config key unread. Repeatable.")
 @click.option("--embeddings", "embeddings", flag_value="also",

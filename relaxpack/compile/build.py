@@ -63,7 +63,8 @@ def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
         built = [dataclasses.replace(one, entry=entry) for one, entry in zip(built, recorded.entries, strict=True)]
         with stage("bundle"):
             manifest = writer.finish(make_manifest(checkpoint, info, built, options))
-    return make_report(output, manifest, stage.seconds, built, checkpoint, recorded.missing)
+    return make_report(output, manifest, stage.seconds, built, checkpoint, recorded.missing,
+                       options.enabled_passes)
 
 
 def _prepare_dump(dump: Path | None) -> None:

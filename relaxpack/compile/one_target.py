@@ -22,7 +22,7 @@ from relaxpack.dist.integrity import canonical_json
 from relaxpack.dist.manifest import TargetEntry
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import KernelProvider
-from relaxpack.passes.pipeline import left_out
+from relaxpack.passes.config import left_out
 from relaxpack.recipe import Pack
 from relaxpack.relax_models.checkpoint import Checkpoint
 from relaxpack.relax_models.export import BuildLimits

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
 from relaxpack.errors import UsageError
-from relaxpack.passes.config import PipelineConfig
-from relaxpack.passes.pipeline import HIGHEST_LEVEL, ON_REQUEST, OPTIONAL
+from relaxpack.passes.config import HIGHEST_LEVEL, ON_REQUEST, OPTIONAL, PipelineConfig
 from relaxpack.passes.specialize_buckets import decode_buckets, prefill_buckets, spread_buckets
 from relaxpack.relax_models.checkpoint import Checkpoint
 from relaxpack.relax_models.export import BuildLimits
@@ -25,7 +25,7 @@ class BuildOptions:
     """`max_context` None: what the model supports. `activation_dtype` None: float32 on a CPU, bfloat16 on a GPU.
     `kv_dtype` None: on a CPU float32 for `f32` weights, else float16; on a GPU the activation dtype. A dtype that is
     given holds for the targets that can have it. `level` is what the command line calls -O: which optional passes run
-    (`passes.pipeline.OPTIONAL`), less the disabled ones and with those enabled that run on request alone (`ON_REQUEST`).
+    (`passes.config.OPTIONAL`), less the disabled ones and with those enabled that run on request alone (`ON_REQUEST`).
     `embeddings`: whether the bundle also computes them, or computes nothing else and has no head. `activations`: whether
     products of many rows round them to fp8 (`weight_format.ACTIVATIONS`)."""
 
@@ -73,12 +73,14 @@ def check_options(options: BuildOptions) -> None:
         raise UsageError(f"embeddings {options.embeddings!r}: must be one of {', '.join(EMBEDDINGS)}")
     if not 0 <= options.level <= HIGHEST_LEVEL:
         raise UsageError(f"optimisation level {options.level}: must be 0 to {HIGHEST_LEVEL}")
-    unknown = options.disabled_passes - set(OPTIONAL)
-    if unknown:
-        raise UsageError(f"unknown pass {sorted(unknown)[0]!r}: these can be disabled: {', '.join(OPTIONAL)}")
-    if unknown := options.enabled_passes - set(ON_REQUEST):
-        raise UsageError(f"pass {sorted(unknown)[0]!r} is none that runs on request: these can be enabled: "
-                         + ", ".join(ON_REQUEST))
+    for passes, known, other, can, cannot in (
+            (options.disabled_passes, OPTIONAL, ON_REQUEST, "be disabled", "runs on request alone: leave out --enable"),
+            (options.enabled_passes, ON_REQUEST, OPTIONAL, "be enabled", "runs unless it is disabled or -O is too low")):
+        for name in sorted(passes - set(known)):
+            near = difflib.get_close_matches(name, known, n=2)
+            hint = cannot if name in other else f"did you mean {' or '.join(near)}?" if near else (
+                f"these can {can}: {', '.join(known)}")
+            raise UsageError(f"{name!r} is no pass that can {can}: {hint}")
 
 
 def build_limits(checkpoint: Checkpoint, options: BuildOptions) -> BuildLimits:

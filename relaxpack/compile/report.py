@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from relaxpack.compile.one_target import Built
 from relaxpack.compile.text_members import chat_problem
 from relaxpack.dist.manifest import Manifest
+from relaxpack.passes.config import ON_REQUEST
 from relaxpack.relax_models.checkpoint import Checkpoint
 
 
@@ -61,8 +62,8 @@ class BuildReport:
 
 
 def make_report(path: Path, manifest: Manifest, seconds: dict[str, float], built: Sequence[Built], checkpoint: Checkpoint,
-                no_canaries: str) -> BuildReport:
-    """`no_canaries`: why there are none, empty where there are."""
+                no_canaries: str, enabled: Collection[str] = ()) -> BuildReport:
+    """`enabled`: passes that were asked for by name. `no_canaries`: why there are none, empty where there are."""
     report = BuildReport(path, manifest, seconds, [_target_report(one, manifest) for one in built],
                          _of_all(built, "phases"), _of_all(built, "passes"), list(checkpoint.audit.warnings))
     if (problem := chat_problem(checkpoint)) is not None:
@@ -72,7 +73,17 @@ def make_report(path: Path, manifest: Manifest, seconds: dict[str, float], built
     if no_canaries:
         report.warnings.append(f"the bundle has no canaries: {no_canaries}")
     report.warnings += [text for one in built if (text := _not_used(one))]
+    report.warnings += [_idle(name, built) for name in sorted(enabled) if not _changed_something(name, built)]
     return report
+
+
+def _changed_something(name: str, built: Sequence[Built]) -> bool:
+    return any(record["name"] == name and record["ir"] for one in built for record in one.lowered.explanation["passes"])
+
+
+def _idle(name: str, built: Sequence[Built]) -> str:
+    targets = " and ".join(one.plan.spec.name for one in built)
+    return f"the pass {name}, which was enabled, found nothing to change for {targets}: it needs {ON_REQUEST[name]}"
 
 
 def _not_used(one: Built) -> str:

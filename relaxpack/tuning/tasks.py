@@ -19,7 +19,8 @@ from relaxpack.compile.options import build_limits, pipeline_config
 from relaxpack.compile.target_plan import plan_targets
 from relaxpack.errors import UsageError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, KernelProvider
-from relaxpack.passes.pipeline import left_out, phases, run_phases
+from relaxpack.passes.config import left_out
+from relaxpack.passes.pipeline import phases, run_phases
 from relaxpack.passes.step_table import step_table
 from relaxpack.relax_models.checkpoint import open_checkpoint
 from relaxpack.relax_models.export import export_model

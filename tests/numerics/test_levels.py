@@ -21,8 +21,7 @@ from relaxpack.compile.lowering import Lowered, lower_model
 from relaxpack.compile.weights import ParameterMaker
 from relaxpack.kernel_spec import KernelProvider
 from relaxpack.model_info import ModelInfo
-from relaxpack.passes.config import PipelineConfig
-from relaxpack.passes.pipeline import HIGHEST_LEVEL, ON_REQUEST, OPTIONAL, left_out
+from relaxpack.passes.config import HIGHEST_LEVEL, ON_REQUEST, OPTIONAL, PipelineConfig, left_out
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.runtime.model_runner import CpuModelRunner
@@ -40,7 +39,7 @@ PLAIN = PlainKernels()
 TOLERANCE = 2e-5   # float32; only the order of sums differs
 # (left out, on request), drawn from all optional passes.
 SUBSETS = [(frozenset(random.Random(seed).sample(sorted(OPTIONAL), 3 + seed % 4)),
-            frozenset(random.Random(seed).sample(ON_REQUEST, seed % 3))) for seed in range(6)]
+            frozenset(random.Random(seed).sample(list(ON_REQUEST), seed % 3))) for seed in range(6)]
 
 
 class JitLibrary:
@@ -118,7 +117,7 @@ def test_norms_inside_matmuls(checkpoint: Checkpoint, plain: np.ndarray, enabled
     np.testing.assert_allclose(logits(checkpoint, lowered), plain, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ON_REQUEST)
+@pytest.mark.parametrize("name", list(ON_REQUEST))
 def test_each_pass_on_request(checkpoint: Checkpoint, plain: np.ndarray, name: str) -> None:
     """Layers have two norms and two sums each; the last norm and a tied head share a table with the embedding."""
     lowered = lowered_without(checkpoint, frozenset({"FuseNormLinear"}), enabled=frozenset({name}))

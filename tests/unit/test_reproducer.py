@@ -15,8 +15,7 @@ from relaxpack.cli import run
 from relaxpack.compile.lowering import lower_model
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import Kernel, LinearSpec, NormSpec
-from relaxpack.passes.config import PipelineConfig
-from relaxpack.passes.pipeline import left_out
+from relaxpack.passes.config import PipelineConfig, left_out
 from relaxpack.relax_models.config import ModelConfig
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.relax_models.rope import RopeConfig

@@ -1,7 +1,8 @@
-"""`relaxpack build` as a command: options that make no sense, and Ctrl-C wherever it strikes. Compiles nothing."""
+"""`relaxpack build` as a command: options that make no sense or do nothing, and Ctrl-C wherever it strikes."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,6 +13,8 @@ import relaxpack.cli as cli
 import relaxpack.compile
 from relaxpack.compile.text_members import chat_problem
 from relaxpack.errors import CompileError
+from relaxpack.explain.pass_notes import NOTES
+from relaxpack.passes.config import ON_REQUEST, OPTIONAL
 from relaxpack.relax_models.checkpoint import open_checkpoint
 from tests.helpers.tiny_checkpoints import write_checkpoint
 
@@ -25,8 +28,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (["--max-context", "1"], "--max-context"), (["--max-context", "100000"], "supports 256 tokens"),
     (["--max-batch", "0"], "--max-batch"), (["--max-batch", str(10**18)], "at most 8388607 sequences"),
     (["--page-size", str(10**18)], "page size"), (["--kv-dtype", "bfloat16"], "float16, float32 or fp8"),
-    (["--dtype", "float16"], "float32"), (["--disable", "x"], "unknown pass 'x'"),
-    (["--enable", "FuseOps"], "these can be enabled: FoldNormWeights, FuseResidual"),
+    (["--dtype", "float16"], "float32"),
+    (["--disable", "x"], "'x' is no pass that can be disabled: these can be disabled: ShareRopeTable, "),
+    (["--disable", "FuseOp"], "did you mean FuseOps?"), (["--enable", "SpreadDecod"], "did you mean SpreadDecode?"),
+    (["--enable", "x"], "these can be enabled: FoldNormWeights, FuseResidual, FuseHeadSample, SpreadDecode"),
+    (["--enable", "FuseOps"], "runs unless it is disabled or -O is too low"),
+    (["--disable", "SpreadDecode"], "runs on request alone: leave out --enable"),
     (["--pretokenizer", "smollm"], "tokenizer.json"), (["--dump", "/proc/x"], "choose another --dump folder"),
     (["--gpu", "H200", "--gpu", "H100"], "'H200' and 'H100': make a bundle for each"),
     (["--target", "x"], "expected cpu")])
@@ -54,6 +61,25 @@ def test_ctrl_c_inside_tvm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert cli.run(["build", "m", "-o", "x"]) == 130
     assert capsys.readouterr().err == "relaxpack: interrupted\n"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_help_lists_the_passes_that_options_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["build", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name, needs in ON_REQUEST.items():
+        assert f"{name} {NOTES[name].removesuffix(' (on request)')}; needs {needs}" in text
+    assert all(name in text for name in OPTIONAL)
+
+
+@pytest.mark.parametrize(("enabled", "idle"), [("SpreadDecode", True), ("FuseHeadSample", True), ("FoldNormWeights", False)])
+def test_an_enabled_pass_that_can_do_nothing_is_said(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                     enabled: str, idle: bool) -> None:
+    assert cli.run(["build", str(checkpoint), "-o", str(tmp_path / "x.bundle"), "--enable", enabled, "--max-context", "64",
+                    "--json"]) == 0
+    out, err = capsys.readouterr()
+    said = f"the pass {enabled}, which was enabled, found nothing to change for cpu:"
+    assert (f"warning: {said}" in err) == idle == any(said in warning for warning in json.loads(out)["warnings"])
+    assert not idle or f"it needs {ON_REQUEST[enabled]}" in err
 
 
 def test_no_linker_is_said_before_any_work(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
