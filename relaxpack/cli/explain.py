@@ -20,13 +20,13 @@ from relaxpack.readable import human_bytes, printable
 @click.option("--target", metavar="NAME", help="Of a bundle with several: cpu, cuda, or a whole name [default: the first].")
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a report for a browser here.")
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(1), help="Sequences of the step shown.")
-@click.option("--context", default=1024, show_default=True, type=click.IntRange(1), help="Tokens each of them has.")
+@click.option("--context", type=click.IntRange(1), help="Tokens each of them has [default: 1024, or what the bundle takes].")
 @click.option("--pass", "one_pass", metavar="PASS", help="Print what this pass changed in the IR, as a diff.")
 @click.option("--measure", is_flag=True, help="Time each kernel of a decode step here (batch 1).")
 @click.option("--bandwidth", type=float, metavar="GB/S", help="Memory bandwidth of the machine to predict for.")
 @click.option("--peak", type=float, metavar="TFLOP/S", help="Its arithmetic throughput.")
 @json_option
-def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str | None, batch: int, context: int,
+def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str | None, batch: int, context: int | None,
             measure: bool, bandwidth: float | None, peak: float | None, as_json: bool) -> None:
     """Print the kernels of a step of BUNDLE with what they move and must cost, what each pass changed, and the memory
     plan.
@@ -49,6 +49,7 @@ def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str |
         if one_pass is not None:
             _print_pass(opened.read_json(entry.explain).get("passes", []), one_pass, as_json)
             return
+        context = _context(context, opened.manifest.info_for(entry).max_context, bundle)
         spec = entry.target
         machine = machine_for(spec.kind, spec.arch, spec.features, bandwidth and bandwidth * 1e9,
                               peak and peak * 1e12)
@@ -62,7 +63,6 @@ def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str |
             if "decode" not in entry.functions:
                 raise UsageError(f"--measure times a decode step, and {bundle} computes embeddings only: leave it out")
             names = {k["name"] for k in kernels if k["source"] != "host"}
-            context = min(context, opened.manifest.model_info.max_context - 1)
             measured = decode_kernel_times(bundle, names, context, kind=spec.kind)
         what = explanation(opened, batch, context, machine, measured, spec.name)
     if html is not None:
@@ -77,6 +77,14 @@ def explain(bundle: Path, target: str | None, html: Path | None, one_pass: str |
         print_json(what)
     elif html is None:
         _print(what)
+
+
+def _context(asked: int | None, limit: int, bundle: Path) -> int:
+    """Tokens before the step. One more than the bundle takes is said and cut, for the step that is shown adds one."""
+    most = limit - 1
+    if asked is not None and asked > most:
+        click.echo(f"note: --context {asked}: {bundle} takes {limit} tokens, so this is a step after {most}", err=True)
+    return min(1024 if asked is None else asked, most)
 
 
 def _print(what: dict[str, Any]) -> None:

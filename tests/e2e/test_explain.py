@@ -62,6 +62,17 @@ def test_as_json_and_text(tiny_bundle: Path, capsys: pytest.CaptureFixture[str])
         assert part in text, part
 
 
+@pytest.mark.parametrize(("options", "shown", "said"), [
+    ([], 127, ""), (["--context", "127"], 127, ""), (["--context", "1"], 1, ""),
+    (["--context", "128"], 127, "note: --context 128: {} takes 128 tokens, so this is a step after 127\n"),
+    (["--context", "1000000"], 127, "note: --context 1000000: {} takes 128 tokens, so this is a step after 127\n")])
+def test_a_context_beyond_the_bundle_is_said(tiny_bundle: Path, capsys: pytest.CaptureFixture[str], options: list[str],
+                                             shown: int, said: str) -> None:
+    assert run(["explain", str(tiny_bundle), "--json", "--bandwidth", "20", "--peak", "1", *options]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["context"] == shown and err == said.format(tiny_bundle)
+
+
 def test_a_bundle_that_only_embeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.helpers.tiny_checkpoints import write_checkpoint
 
