@@ -135,8 +135,9 @@ def test_an_algorithm_is_chosen_once_for_a_shape_and_its_alignment() -> None:
 def test_a_place_in_the_librarys_ranking(place: int, algorithm: int) -> None:
     library = StandIn(algorithms=3)
     handle = CublasLt(library, 4096, 1 << 20)  # type: ignore[arg-type]
-    memory = np.zeros(1 << 12, np.uint8).ctypes.data
-    handle.matmul(memory, memory + 512, None, memory + 1024, Product(2, 8, 16, "float16", "float16", place), 0)
+    memory = np.zeros(1 << 12, np.uint8)
+    start = memory.ctypes.data
+    handle.matmul(start, start + 512, None, start + 1024, Product(2, 8, 16, "float16", "float16", place), 0)
     assert library.algorithm == algorithm
 
 
