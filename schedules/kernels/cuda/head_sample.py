@@ -16,9 +16,9 @@ from relaxpack.schedules.kernels.cuda.common import finish, optional, with_handl
 from relaxpack.schedules.kernels.cuda.gemm_rows import rows_body
 from relaxpack.schedules.kernels.cuda.sampling import sample
 from relaxpack.schedules.kernels.cuda.sampling_scan import (
+    PART_TOPS,
     SCAN_LOGITS,
     SCAN_THREADS,
-    TOPS,
     scan_blocks,
     scan_part,
     scan_shared,
@@ -64,7 +64,7 @@ def head_sample(spec: LinearSpec, sampling: SamplingSpec, arch: str, **tiling: i
                          pick.inplace)),
                   source="rule:cuda.head_sample",
                   temporaries={"sums": (("b", parts, 5), "float32"), "picks": (("b", parts, 3), "int32"),
-                               "tops": (("b", parts * TOPS), "float32")},
+                               "tops": (("b", parts * PART_TOPS), "float32")},
                   persistent={"arrived": ((parts,), "int32")})
 
 
@@ -103,7 +103,7 @@ def head_sample_function(spec: LinearSpec, sampling: SamplingSpec, early: bool, 
         y = T.match_buffer(handles[-4], (t, V), "float32", align=16)
         sums = T.match_buffer(handles[-3], (t, PARTS, 5), "float32")
         picks = T.match_buffer(handles[-2], (t, PARTS, 3), "int32")
-        tops = T.match_buffer(handles[-1], (t, PARTS * TOPS), "float32")
+        tops = T.match_buffer(handles[-1], (t, PARTS * PART_TOPS), "float32")
         body(x, weight, None, None, y, t, [settings, counters, counts, arrived, sums, picks, tops], norm)
 
     return with_handles(10 + normed, bind)

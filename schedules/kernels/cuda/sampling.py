@@ -11,7 +11,7 @@ from __future__ import annotations
 from relaxpack.kernel_spec import Kernel, SamplingSpec, Stage
 from relaxpack.schedules.kernels.cuda.fragments import early_launch, finish
 from relaxpack.schedules.kernels.cuda.sampling_pick import sample_pick_function
-from relaxpack.schedules.kernels.cuda.sampling_scan import TOPS, sample_scan_function, scan_blocks
+from relaxpack.schedules.kernels.cuda.sampling_scan import PART_TOPS, sample_scan_function, scan_blocks
 
 
 def sample(spec: SamplingSpec, arch: str = "sm_90a") -> Kernel:
@@ -29,4 +29,4 @@ def sample(spec: SamplingSpec, arch: str = "sm_90a") -> Kernel:
                          inplace=("counts", "drawn"))),
                   source="rule:cuda.sample",
                   temporaries={"sums": (("b", blocks, 5), "float32"), "picks": (("b", blocks, 3), "int32"),
-                               "tops": (("b", blocks * TOPS), "float32")})
+                               "tops": (("b", blocks * PART_TOPS), "float32")})

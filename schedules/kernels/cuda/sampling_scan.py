@@ -4,10 +4,12 @@ without a filter, the drawn token. For rows with one they leave partial maxima, 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.kernel_spec import SamplingSpec, counts_width
+from relaxpack.schedules.kernels.cuda.common import with_handles
 from relaxpack.schedules.kernels.cuda.fragments import AWAIT, EXP2, FULL_MASK, LOG2_E, RELEASE, shuffle_xor
 from relaxpack.schedules.kernels.cuda.sampling_parts import (
     COUNTS_ROW,
@@ -18,10 +20,11 @@ from relaxpack.schedules.kernels.cuda.sampling_parts import (
     sampling_parts,
 )
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
 
 SCAN_THREADS, SCAN_VECTORS = 256, 4          # 4096 logits a block
 SCAN_LOGITS = SCAN_THREADS * SCAN_VECTORS * 4
-TOPS = SCAN_THREADS // 16                    # maxima of 256 logits each that are left for stage two
+PART_TOPS = SCAN_THREADS // 16                    # maxima of 256 logits each that are left for stage two
 
 
 def scan_blocks(vocab_size: int) -> int:
@@ -122,7 +125,7 @@ def scan_part(spec: SamplingSpec, early: bool, fresh: bool = False) -> Any:
             better(best, best_token, value, other)
             if i == 3:
                 if T.And(narrow == 1, lane % 16 == 0):
-                    tops[row, part * TOPS + warp * 2 + lane // 16] = best
+                    tops[row, part * PART_TOPS + warp * 2 + lane // 16] = best
         if noisy == 1:
             for i in T.unroll(5):
                 value = shuffle_xor(score, 1 << i)
@@ -165,52 +168,40 @@ def scan_part(spec: SamplingSpec, early: bool, fresh: bool = False) -> Any:
     return scan
 
 
+def sampling_buffers(spec: SamplingSpec, handles: Any, b: Any) -> dict[str, Any]:
+    """The buffers of `b` rows that both stages have, by name, matched while a script is parsed: what a step gives and what
+    stage one leaves. `allowed` is None for a spec without masks."""
+    V, blocks = spec.vocab_size, scan_blocks(spec.vocab_size)
+    shapes = {"logits": ((b, V), "float32", 16), "settings": ((b, 8), "float32", -1), "counters": ((b, 8), "int32", -1),
+              "counts": ((_size("c"), counts_width(V)), "int32", 16)}
+    if spec.constrained:
+        shapes["allowed"] = ((_size("m"), -(-V // 32)), "int32", -1)
+    shapes |= {"sums": ((b, blocks, 5), "float32", -1), "picks": ((b, blocks, 3), "int32", -1),
+               "tops": ((b, blocks * PART_TOPS), "float32", -1)}
+    found = {name: IRBuilder.name(name, T.match_buffer(handle, shape, dtype, align=align))
+             for handle, (name, (shape, dtype, align)) in zip(handles, shapes.items(), strict=True)}
+    return {"allowed": None, **found}
+
+
+def _size(name: str) -> Any:
+    return IRBuilder.name(name, T.int64())
+
+
 def sample_scan_function(spec: SamplingSpec, early: bool) -> Any:
-    V, MASKED = spec.vocab_size, spec.constrained
-    WORDS, BLOCKS, WIDTH = -(-V // 32), scan_blocks(spec.vocab_size), counts_width(V)
-    MAXIMA = BLOCKS * TOPS
+    """The PrimFunc of stage one: logits, settings, counters, counts, [allowed], sums, picks, tops."""
     scan = scan_part(spec, early)
 
-    if MASKED:
-        @T.prim_func
-        def sample_scan(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
-                        allowed_h: T.handle, sums_h: T.handle, picks_h: T.handle, tops_h: T.handle):
-            b = T.int64()
-            c = T.int64()
-            m = T.int64()
-            logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
-            settings = T.match_buffer(settings_h, (b, 8), "float32")
-            counters = T.match_buffer(counters_h, (b, 8), "int32")
-            counts = T.match_buffer(counts_h, (c, WIDTH), "int32", align=16)
-            allowed = T.match_buffer(allowed_h, (m, WORDS), "int32")
-            sums = T.match_buffer(sums_h, (b, BLOCKS, 5), "float32")
-            picks = T.match_buffer(picks_h, (b, BLOCKS, 3), "int32")
-            tops = T.match_buffer(tops_h, (b, MAXIMA), "float32")
-            T.device_entry()
-            part, row = T.cta_id([BLOCKS, T.Cast("int32", b)])
-            tx = T.thread_id([SCAN_THREADS])
-            pool = T.SMEMPool()
-            shared_f, shared_i = T.meta_var(scan_shared(pool))
-            pool.commit()
-            scan(shared_f, shared_i, logits, settings, counters, counts, allowed, sums, picks, tops, part, row, tx)
-    else:
-        @T.prim_func
-        def sample_scan(logits_h: T.handle, settings_h: T.handle, counters_h: T.handle, counts_h: T.handle,
-                        sums_h: T.handle, picks_h: T.handle, tops_h: T.handle):
-            b = T.int64()
-            c = T.int64()
-            logits = T.match_buffer(logits_h, (b, V), "float32", align=16)
-            settings = T.match_buffer(settings_h, (b, 8), "float32")
-            counters = T.match_buffer(counters_h, (b, 8), "int32")
-            counts = T.match_buffer(counts_h, (c, WIDTH), "int32", align=16)
-            sums = T.match_buffer(sums_h, (b, BLOCKS, 5), "float32")
-            picks = T.match_buffer(picks_h, (b, BLOCKS, 3), "int32")
-            tops = T.match_buffer(tops_h, (b, MAXIMA), "float32")
-            T.device_entry()
-            part, row = T.cta_id([BLOCKS, T.Cast("int32", b)])
-            tx = T.thread_id([SCAN_THREADS])
-            pool = T.SMEMPool()
-            shared_f, shared_i = T.meta_var(scan_shared(pool))
-            pool.commit()
-            scan(shared_f, shared_i, logits, settings, counters, counts, None, sums, picks, tops, part, row, tx)
-    return sample_scan
+    @T.inline
+    def bind(handles):
+        b = T.int64()
+        s = T.meta_var(SimpleNamespace(**sampling_buffers(spec, handles, b)))
+        T.device_entry()
+        part, row = T.cta_id([scan_blocks(spec.vocab_size), T.Cast("int32", b)])
+        tx = T.thread_id([SCAN_THREADS])
+        pool = T.SMEMPool()
+        shared_f, shared_i = T.meta_var(scan_shared(pool))
+        pool.commit()
+        scan(shared_f, shared_i, s.logits, s.settings, s.counters, s.counts, s.allowed, s.sums, s.picks, s.tops, part, row,
+             tx)
+
+    return with_handles(7 + spec.constrained, bind)
