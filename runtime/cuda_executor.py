@@ -18,11 +18,9 @@ from relaxpack.runtime import sampler
 from relaxpack.runtime.cuda_model_runner import CudaModelRunner, FillSampling, SampledTokens
 from relaxpack.runtime.device_counts import DeviceCounts, fits
 from relaxpack.runtime.executor import HostExecutor
-from relaxpack.runtime.sampler import NOT_FINITE, NOTHING_ALLOWED, SamplingState, TokenLogprobs
+from relaxpack.runtime.sampler import NOT_FINITE, SamplingState, TokenLogprobs, nothing_allowed
 from relaxpack.runtime.step_inputs import Arrays
 from relaxpack.runtime.step_plan import StepHandle, StepPlan, StepResult, StepSampling
-
-_ERRORS = {-1: NOT_FINITE, -2: NOTHING_ALLOWED}
 
 
 def draws_in_step(state: SamplingState) -> bool:
@@ -169,7 +167,7 @@ def _collect(result: StepResult, places: Sequence[int], drawn: SampledTokens, ro
     for place, row, state in zip(places, rows, states, strict=True):
         token_id, wanted = token_ids[row], state.params.logprobs
         if token_id < 0:
-            result.errors[place] = _ERRORS[token_id]
+            result.errors[place] = NOT_FINITE if token_id == -1 else nothing_allowed(state)
             continue
         result.token_ids[place] = token_id
         if wanted is not None and result.logprobs is not None:

@@ -57,7 +57,17 @@ class Constraint(Protocol):
         """Nothing can follow: the output ends here."""
         ...
 
+    @property
+    def trouble(self) -> str | None:
+        """Why the last mask allows nothing, where that is a limit and not the grammar's own end."""
+        ...
+
     def fork(self) -> Constraint: ...
+
+
+def nothing_allowed(state: SamplingState) -> str:
+    """The error of a row that no token is left for."""
+    return (state.constraint.trouble if state.constraint is not None else None) or NOTHING_ALLOWED
 
 
 def mix64(x: int) -> int:
@@ -162,7 +172,7 @@ def sample(
         chosen, empty = _choose(picked[part], [states[i] for i in part], [(masks or {}).get(i) for i in part])
         token_ids[part] = chosen
         for i in np.flatnonzero(empty).tolist():
-            result.errors[part[i]] = NOTHING_ALLOWED
+            result.errors[part[i]] = nothing_allowed(states[part[i]])
     for i in np.flatnonzero(failed).tolist():
         result.errors[i] = NOT_FINITE
     result.token_ids = token_ids.tolist()

@@ -95,7 +95,7 @@ class GrammarConstraint:
     def bits(self) -> np.ndarray:
         """Good until the next call."""
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        if self._matcher.is_error():        # a dead end, which the library would have the end token hide
+        if self._matcher.is_error():        # a dead end or a limit, which the library would have the end token hide
             self._words[:] = 0
         return self._words.view(np.uint8)
 
@@ -105,14 +105,24 @@ class GrammarConstraint:
         reason = _reason(self._matcher)
         if "doesn't satisfy the grammar" in reason:
             return False
-        raise RequestError(f"{GRAMMAR_LIMIT}: {reason}")        # a limit of the library's; the mask had allowed the token
+        raise RequestError(_too_complex(reason))            # a limit of the library's; the mask had allowed the token
 
     @property
     def complete(self) -> bool:
         return bool(self._matcher.is_stopped())
 
+    @property
+    def trouble(self) -> str | None:
+        if not self._matcher.is_error() or (reason := _reason(self._matcher)).startswith("NoExtension"):
+            return None
+        return _too_complex(reason)
+
     def fork(self) -> GrammarConstraint:
         return GrammarConstraint(self._matcher.deep_copy(), self._vocab_size)
+
+
+def _too_complex(reason: str) -> str:
+    return f"{GRAMMAR_LIMIT}: {reason}"
 
 
 def _reason(matcher: Any) -> str:

@@ -41,6 +41,7 @@ class Thirds:
         return before is None or bool(token_id < len(before) and before[token_id])
 
     complete = False
+    trouble = None
 
     def fork(self) -> Thirds:
         return Thirds(self.vocab, self.last)

@@ -194,8 +194,8 @@ def test_bad_words_and_min_tokens_ban_tokens():
 
 def test_a_mask_restricts_and_an_empty_mask_is_an_error():
     class Only:
-        def __init__(self, *allowed):
-            self.allowed = allowed
+        def __init__(self, *allowed, trouble=None):
+            self.allowed, self.trouble = allowed, trouble
 
         def mask(self):
             mask = np.zeros(20, bool)       # shorter than the vocabulary: the rest is never allowed
@@ -207,6 +207,8 @@ def test_a_mask_restricts_and_an_empty_mask_is_an_error():
     states = [state_of(greedy, constraint=Only(4, 6)), state_of(greedy, constraint=Only()), state_of(greedy)]
     result = sample(logits, range(3), states)
     assert result.token_ids == [6, -1, 29] and "no token is allowed" in result.errors[1]
+    states[1] = state_of(greedy, constraint=Only(trouble="the grammar is too large"))
+    assert sample(logits, range(3), states).errors[1] == "the grammar is too large"
     ahead = sample(logits, range(3), states, masks={0: Only(5).mask(), 1: Only(3).mask()})
     assert ahead.token_ids == [5, 3, 29]
 
