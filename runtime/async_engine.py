@@ -1,18 +1,14 @@
-"""`AsyncEngine`: one engine in its own thread, shared by any number of threads and asyncio tasks.
-
-Every request gets a `RequestStream` of text pieces, to be read with `for` or `async for`. Whatever happens, a stream ends:
-with a finish reason, with an error, or because the engine closed. HTTP is not known here.
+"""`AsyncEngine`: one engine in its own thread, shared by any number of threads and asyncio tasks. Every request gets a
+`RequestStream`. HTTP is not known here.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
 
@@ -21,8 +17,7 @@ from relaxpack.runtime.engine import Engine, TokenEvent
 from relaxpack.runtime.metrics import EngineMetrics
 from relaxpack.runtime.pooling import EmbeddingParams
 from relaxpack.runtime.request import FinishReason, Request, SequenceStatus
-from relaxpack.runtime.request import Sequence as EngineSequence
-from relaxpack.runtime.sampler import TokenLogprobs
+from relaxpack.runtime.request_stream import RequestStream, wake
 from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.text_generation import TextStream
 from relaxpack.runtime.tokenizer import Tokenizer
@@ -32,143 +27,6 @@ T = TypeVar("T")
 
 class EngineClosed(RelaxpackError):
     """The engine takes no more requests: it is closing, or it failed (the message says why)."""
-
-
-@dataclass(slots=True)
-class Piece:
-    """What is new in one output of a request. The last piece of each output has a finish reason."""
-
-    index: int                                      # which of the n outputs
-    text: str = ""                                  # held back while it may begin a stop string or a character
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None                # "stop", "length", "abort", "error"
-    stop: str | int | None = None                   # the stop string or token id that ended it
-    error: str | None = None
-
-
-class RequestStream:
-    """Pieces of one request, as they come. Read it from one thread or one task; leaving the `with` cancels the rest."""
-
-    def __init__(self, owner: AsyncEngine, request: Request, texts: list[TextStream] | None) -> None:
-        self.request = request
-        self._owner = owner
-        self._texts = texts
-        # With stop strings the engine must know at once; otherwise text is made where it is read, off its thread.
-        self._eager = bool(texts and request.params.stop)
-        self._open = request.params.n               # outputs without a last piece, as seen by the reader
-        self._stopped: set[int] = set()             # outputs that a stop string has ended; engine thread only
-        self._items: deque[Piece | TokenEvent] = deque()
-        self._arrived = threading.Condition()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake: asyncio.Event | None = None
-
-    @property
-    def cached_tokens(self) -> int:
-        return self.request.cached_tokens or 0
-
-    def cancel(self) -> None:
-        """End what still runs, as "abort". From any thread; pages are back before the next step."""
-        self._owner._post(lambda engine: engine.cancel(self.request))
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        if not self._open:
-            raise StopIteration
-        with self._arrived:
-            while not self._items:
-                self._arrived.wait()
-            item = self._items.popleft()
-        return self._read(item)
-
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return self
-
-    async def __anext__(self) -> Piece:
-        if not self._open:
-            raise StopAsyncIteration
-        if self._wake is None:
-            self._wake = asyncio.Event()
-            self._loop = asyncio.get_running_loop()
-        while not self._items:
-            self._wake.clear()
-            if not self._items:         # the engine appends first and wakes then, so nothing is missed
-                await self._wake.wait()
-        return self._read(self._items.popleft())
-
-    def __enter__(self) -> RequestStream:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.cancel()
-
-    async def __aenter__(self) -> RequestStream:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        self.cancel()
-
-    def collect(self) -> list[Piece]:
-        """Wait for the end; one merged piece for each output, by index."""
-        return _merge(list(self), self.request.params.n)
-
-    async def collect_async(self) -> list[Piece]:
-        return _merge([piece async for piece in self], self.request.params.n)
-
-    def _read(self, item: Piece | TokenEvent) -> Piece:
-        piece = item if isinstance(item, Piece) else self._piece(item)
-        if piece.finish_reason is not None:
-            self._open -= 1
-        return piece
-
-    def _piece(self, event: TokenEvent) -> Piece:
-        """Text of an event; an end token has none."""
-        sequence, reason = event.sequence, event.finish_reason
-        piece = Piece(sequence.index, finish_reason=reason.value if reason is not None else None)
-        if event.token_id is not None:
-            piece.token_ids.append(event.token_id)
-            if event.logprobs is not None:
-                piece.logprobs.append(event.logprobs)
-        stopped_by_token = reason is FinishReason.STOP and sequence.stop_token_id is not None
-        if self._texts is not None:
-            text = self._texts[sequence.index]
-            if event.token_id is not None and not stopped_by_token:
-                piece.text = text.add([event.token_id])
-            if text.stop is not None:
-                piece.finish_reason, piece.stop = FinishReason.STOP.value, text.stop
-            elif reason is not None:
-                piece.text += text.finish()
-        if reason is not None and piece.stop is None:
-            piece.error = sequence.error
-            piece.stop = sequence.stop_token_id if stopped_by_token else None
-        return piece
-
-    def _deliver(self, event: TokenEvent) -> EngineSequence | None:
-        """On the engine's thread: queue an event; the sequence when a stop string has just ended it."""
-        item: Piece | TokenEvent = event
-        ended = None
-        if self._eager:
-            if event.sequence.index in self._stopped:
-                return None             # the engine's own word on what a stop string has ended
-            item = self._piece(event)
-            if item.finish_reason is not None:
-                self._stopped.add(event.sequence.index)
-                ended = event.sequence if event.finish_reason is None else None
-        self._items.append(item)
-        return ended
-
-
-def _merge(pieces: Iterable[Piece], count: int) -> list[Piece]:
-    merged = [Piece(index) for index in range(count)]
-    for piece in pieces:
-        whole = merged[piece.index]
-        whole.text += piece.text
-        whole.token_ids += piece.token_ids
-        whole.logprobs += piece.logprobs
-        whole.finish_reason, whole.stop, whole.error = piece.finish_reason, piece.stop, piece.error
-    return merged
 
 
 class AsyncEngine:
@@ -229,17 +87,17 @@ class AsyncEngine:
                      for _ in range(request.params.n)]
         elif request.params.stop:
             raise RelaxpackError("stop strings need an engine with a tokenizer")
-        return self._start(RequestStream(self, request, texts))
+        return self._start(request, texts)
 
     def submit_embedding(self, prompt_ids: Sequence[int], params: EmbeddingParams | None = None, *,
                          request_id: str | None = None, salt: str = "") -> RequestStream:
         """Start an embedding of a prompt, from any thread; its one piece is the end, and then `request.embedding` is
         there. Raises RequestError at once for what can never be answered."""
         request = self._engine.prepare_embedding(prompt_ids, params, request_id=request_id, salt=salt)
-        return self._start(RequestStream(self, request, None))
+        return self._start(request, None)
 
-    def _start(self, stream: RequestStream) -> RequestStream:
-        request = stream.request
+    def _start(self, request: Request, texts: list[TextStream] | None) -> RequestStream:
+        stream = RequestStream(lambda: self._post(lambda engine: engine.cancel(request)), request, texts)
 
         def admit(engine: Engine) -> list[TokenEvent] | None:
             self._streams[request] = stream
@@ -322,14 +180,14 @@ class AsyncEngine:
             stream = self._streams.get(event.request)
             if stream is None:
                 continue
-            ended = stream._deliver(event)
+            ended = stream.deliver(event)
             if ended is not None:
                 self._engine.finish(ended, FinishReason.STOP)
             touched[stream] = None
         for stream in touched:      # only now: a step may end several outputs of one request
             if stream.request.finished:
                 self._streams.pop(stream.request, None)
-        _wake(touched)
+        wake(touched)
 
     def _end_all(self, requests: Iterable[Request], reason: FinishReason, message: str) -> list[TokenEvent]:
         """Last events for outputs that have none, made without the engine's help."""
@@ -358,23 +216,3 @@ class AsyncEngine:
             for request in requests:
                 self._deliver(self._engine.cancel(request))
         self._deliver(self._end_all(requests, reason, message))
-
-
-def _wake(streams: Iterable[RequestStream]) -> None:
-    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
-    for stream in streams:
-        if stream._loop is not None and stream._wake is not None:
-            by_loop.setdefault(stream._loop, []).append(stream._wake)
-        else:
-            with stream._arrived:
-                stream._arrived.notify()
-    for loop, events in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_set_all, events)
-        except RuntimeError:        # the loop is closed: its readers are gone
-            continue
-
-
-def _set_all(events: list[asyncio.Event]) -> None:
-    for event in events:
-        event.set()

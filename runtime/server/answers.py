@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from relaxpack.runtime.async_engine import Piece
+from relaxpack.runtime.request_stream import Piece
 from relaxpack.runtime.sampler import TokenLogprobs
 from relaxpack.runtime.server.translate import Job
 from relaxpack.runtime.tokenizer import Tokenizer

@@ -17,9 +17,10 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from relaxpack.errors import RelaxpackError, RequestError
-from relaxpack.runtime.async_engine import AsyncEngine, Piece, RequestStream
+from relaxpack.runtime.async_engine import AsyncEngine
 from relaxpack.runtime.pooling import EmbeddingParams
 from relaxpack.runtime.request import Request
+from relaxpack.runtime.request_stream import Piece, RequestStream
 from relaxpack.runtime.server.errors import ApiError, response_to
 from relaxpack.runtime.server.model import ServedModel
 from relaxpack.runtime.server.protocol import EmbeddingBody

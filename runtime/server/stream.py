@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from relaxpack.runtime.async_engine import Piece, RequestStream
+from relaxpack.runtime.request_stream import Piece, RequestStream
 from relaxpack.runtime.sampler import OF_THE_REQUEST
 from relaxpack.runtime.server.answers import Head, Json, Output, usage
 from relaxpack.runtime.server.errors import ApiError, error_body, response_to

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relaxpack.errors import RequestError
-from relaxpack.runtime.async_engine import RequestStream
+from relaxpack.runtime.request_stream import RequestStream
 from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.server.errors import ApiError
 from relaxpack.runtime.server.grammars import call_grammar, forced_tools, own_grammar, response_grammar

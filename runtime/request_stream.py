@@ -1,0 +1,175 @@
+"""`RequestStream`: the text pieces of one request, queued on the engine's thread and read with `for` or `async for` on any
+other. Whatever happens, a stream ends: with a finish reason, with an error, or because the engine closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from relaxpack.runtime.engine import TokenEvent
+from relaxpack.runtime.request import FinishReason, Request, Sequence
+from relaxpack.runtime.sampler import TokenLogprobs
+from relaxpack.runtime.text_generation import TextStream
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new in one output of a request. The last piece of each output has a finish reason."""
+
+    index: int                                      # which of the n outputs
+    text: str = ""                                  # held back while it may begin a stop string or a character
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None                # "stop", "length", "abort", "error"
+    stop: str | int | None = None                   # the stop string or token id that ended it
+    error: str | None = None
+
+
+class RequestStream:
+    """Pieces of one request, as they come. Read it from one thread or one task; leaving the `with` cancels the rest."""
+
+    def __init__(self, cancel: Callable[[], None], request: Request, texts: list[TextStream] | None) -> None:
+        """`cancel` ends what still runs, from any thread. `texts`: one for each output; None: token ids only."""
+        self.request = request
+        self._cancel = cancel
+        self._texts = texts
+        # With stop strings the engine must know at once; otherwise text is made where it is read, off its thread.
+        self._eager = bool(texts and request.params.stop)
+        self._open = request.params.n               # outputs without a last piece, as seen by the reader
+        self._stopped: set[int] = set()             # outputs that a stop string has ended; engine thread only
+        self._items: deque[Piece | TokenEvent] = deque()
+        self._arrived = threading.Condition()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Event | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.request.cached_tokens or 0
+
+    def cancel(self) -> None:
+        """End what still runs, as "abort". From any thread; pages are back before the next step."""
+        self._cancel()
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        if not self._open:
+            raise StopIteration
+        with self._arrived:
+            while not self._items:
+                self._arrived.wait()
+            item = self._items.popleft()
+        return self._read(item)
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if not self._open:
+            raise StopAsyncIteration
+        if self._wake is None:
+            self._wake = asyncio.Event()
+            self._loop = asyncio.get_running_loop()
+        while not self._items:
+            self._wake.clear()
+            if not self._items:         # the engine appends first and wakes then, so nothing is missed
+                await self._wake.wait()
+        return self._read(self._items.popleft())
+
+    def __enter__(self) -> RequestStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.cancel()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.cancel()
+
+    def collect(self) -> list[Piece]:
+        """Wait for the end; one merged piece for each output, by index."""
+        return _merge(list(self), self.request.params.n)
+
+    async def collect_async(self) -> list[Piece]:
+        return _merge([piece async for piece in self], self.request.params.n)
+
+    def _read(self, item: Piece | TokenEvent) -> Piece:
+        piece = item if isinstance(item, Piece) else self._piece(item)
+        if piece.finish_reason is not None:
+            self._open -= 1
+        return piece
+
+    def _piece(self, event: TokenEvent) -> Piece:
+        """Text of an event; an end token has none."""
+        sequence, reason = event.sequence, event.finish_reason
+        piece = Piece(sequence.index, finish_reason=reason.value if reason is not None else None)
+        if event.token_id is not None:
+            piece.token_ids.append(event.token_id)
+            if event.logprobs is not None:
+                piece.logprobs.append(event.logprobs)
+        stopped_by_token = reason is FinishReason.STOP and sequence.stop_token_id is not None
+        if self._texts is not None:
+            text = self._texts[sequence.index]
+            if event.token_id is not None and not stopped_by_token:
+                piece.text = text.add([event.token_id])
+            if text.stop is not None:
+                piece.finish_reason, piece.stop = FinishReason.STOP.value, text.stop
+            elif reason is not None:
+                piece.text += text.finish()
+        if reason is not None and piece.stop is None:
+            piece.error = sequence.error
+            piece.stop = sequence.stop_token_id if stopped_by_token else None
+        return piece
+
+    def deliver(self, event: TokenEvent) -> Sequence | None:
+        """On the engine's thread: queue an event; the sequence when a stop string has just ended it."""
+        item: Piece | TokenEvent = event
+        ended = None
+        if self._eager:
+            if event.sequence.index in self._stopped:
+                return None             # the engine's own word on what a stop string has ended
+            item = self._piece(event)
+            if item.finish_reason is not None:
+                self._stopped.add(event.sequence.index)
+                ended = event.sequence if event.finish_reason is None else None
+        self._items.append(item)
+        return ended
+
+
+def _merge(pieces: Iterable[Piece], count: int) -> list[Piece]:
+    merged = [Piece(index) for index in range(count)]
+    for piece in pieces:
+        whole = merged[piece.index]
+        whole.text += piece.text
+        whole.token_ids += piece.token_ids
+        whole.logprobs += piece.logprobs
+        whole.finish_reason, whole.stop, whole.error = piece.finish_reason, piece.stop, piece.error
+    return merged
+
+
+def wake(streams: Iterable[RequestStream]) -> None:
+    """The readers of these streams, each once; those of one loop together."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    for stream in streams:
+        if stream._loop is not None and stream._wake is not None:
+            by_loop.setdefault(stream._loop, []).append(stream._wake)
+        else:
+            with stream._arrived:
+                stream._arrived.notify()
+    for loop, events in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_set_all, events)
+        except RuntimeError:        # the loop is closed: its readers are gone
+            continue
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
