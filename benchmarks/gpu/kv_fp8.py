@@ -33,12 +33,16 @@ FUSED: dict[int, tuple[Variant, ...]] = {
 }
 # one by one: warps, stages, blocks a multiprocessor, key tiles
 SPLIT: tuple[Variant, ...] = ((8, 3, 2, 1),)
-ROWS: tuple[Variant, ...] = ((4, 2, 64), (8, 2, 32), (8, 1, 64), (4, 4, 32))         # prefill: warps, row tiles, keys
+ROWS: tuple[Variant, ...] = ((4, 2, 64), (8, 1, 64))                     # prefill: warps, row tiles, keys
+# prefill by wgmma, e4m3 tiles converted in shared memory: consumers, keys, stages, tiles of queries, tiles to be converted
+HOPPER: dict[str, tuple[Variant, ...]] = {
+    "8b": ((2, 128, 2, 2, 2), (2, 128, 2, 1, 4), (2, 64, 2, 2, 4), (2, 64, 3, 2, 4)),
+    "1b": ((2, 128, 2, 2, 4), (3, 96, 2, 1, 4), (2, 128, 3, 2, 4)), "8b_p64": ((2, 128, 2, 2, 2),)}
 LARGEST = 24e9                                                           # bytes of pages of one case
 
 
 def label(kind: str, variant: Variant) -> str:
-    names = {"fused": "cwskb", "split": "wsbk", "rows": "wrk"}[kind]
+    names = {"fused": "cwskb", "split": "wsbk", "rows": "wrk", "hopper": "cksqr"}[kind]
     return "".join(f"{n}{v}" for n, v in zip(names, variant, strict=True) if v)
 
 
@@ -48,10 +52,17 @@ def fused_variants(batch: int) -> tuple[Variant, ...]:
 
 # where code is built
 
+def hopper_tuning(variant: Variant) -> Any:
+    from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import HopperTuning
+    consumers, keys, stages, query_stages, raw_stages = variant
+    return HopperTuning(consumers, keys, stages, query_stages, raw_stages=raw_stages)
+
+
 def build(folder: Path, variants: bool, prefill: bool) -> None:
     from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
     from relaxpack.schedules.kernels.cuda.attention_decode_tuning import DecodeTuning
     from relaxpack.schedules.kernels.cuda.attention_prefill import PrefillTuning, prefill_attention
+    from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import default_tuning, fits
     from relaxpack.schedules.kernels.cuda.rope_append import rope_append
     from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
     from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import FusedTuning, reserve
@@ -76,9 +87,11 @@ def build(folder: Path, variants: bool, prefill: bool) -> None:
                 split = DecodeTuning(v[0], v[1], 132 * v[2], v[3])
                 kernels[f"decode.{model}.fp8.{label('split', v)}"] = spec, decode_attention(spec, tuning=split)
             for v in ROWS if prefill else ():
-                if v[1] * spec.head_dim <= 256:
-                    name = f"prefill.{model}.fp8.{label('rows', v)}"
-                    kernels[name] = spec, prefill_attention(spec, tuning=PrefillTuning(*v))
+                name = f"prefill.{model}.fp8.{label('rows', v)}"
+                kernels[name] = spec, prefill_attention(spec, tuning=PrefillTuning(*v))
+        for v in HOPPER[model] if prefill else ():
+            name = f"prefill.{model}.fp8.wgmma_{label('hopper', v)}"
+            kernels[name] = spec, prefill_attention(spec, tuning=hopper_tuning(v))
     small = {"d64_norm": builds.spec(8, 2, 64, norm=1e-6), "d96_w": builds.spec(6, 2, 96, window=100),
              "d128_p64_f16": builds.spec(8, 1, 128, 64, 160, "float16"), "d256": builds.spec(4, 4, 256),
              "d128_g16_w": builds.spec(16, 1, 128, 64, 160, window=700), "d64_g7": builds.spec(7, 1, 64)}
@@ -91,6 +104,8 @@ def build(folder: Path, variants: bool, prefill: bool) -> None:
             kernels[f"fused.{name}.fp8.c{cluster}"] = spec, rope_append_attention(spec, 1, tuning=tuning)
         if prefill:
             kernels[f"prefill.{name}.fp8"] = spec, prefill_attention(spec)
+            if fits(spec, tuning := default_tuning(spec)):
+                kernels[f"prefill.{name}.fp8.wgmma"] = spec, prefill_attention(spec, tuning=tuning)
     begin = time.perf_counter()
     builds.build(folder, "sm_90a", kernels)
     print(f"{len(kernels)} kernels in {time.perf_counter() - begin:.0f} s")

@@ -13,7 +13,8 @@ from typing import Any
 from relaxpack.errors import TuningError
 from relaxpack.kernel_spec import AttentionSpec, FusedAttentionSpec, Kernel, NormSpec
 from relaxpack.schedules.kernels.cuda import attention_decode_tuning as decode_tuning
-from relaxpack.schedules.kernels.cuda import attention_prefill, attention_prefill_hopper, norm
+from relaxpack.schedules.kernels.cuda import attention_prefill, norm
+from relaxpack.schedules.kernels.cuda import attention_prefill_hopper_tuning as hopper
 from relaxpack.schedules.kernels.cuda import rope_append_attention_tuning as fused_tuning
 from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
 from relaxpack.schedules.kernels.cuda.fragments import early_launch
@@ -22,7 +23,7 @@ from relaxpack.target import TargetSpec
 
 from .cuda_linear_spaces import linear_family
 from .family import KernelFamily, Part, known_parameters
-from .space import Parameters, SearchSpace
+from .space import ListedSpace, Parameters, SearchSpace
 
 _LAYERS, _PAGES, _POSITIONS = 16, 256, 4096     # of canonical specs; the code depends on them as strides alone
 _EPSILON = 1e-5                                 # a constant in the code
@@ -84,25 +85,35 @@ def _decode_attention(arch: str) -> KernelFamily:
 
 
 def _prefill_attention(arch: str) -> KernelFamily:
-    def default_of(spec: AttentionSpec) -> Any:
-        hopper = arch == "sm_90a" and attention_prefill_hopper.supported(spec)
-        return attention_prefill_hopper.default_tuning(spec) if hopper else attention_prefill.default_tuning(spec, arch)
+    """Two kernels, told apart by their parameters: Hopper's has `consumers`. Over e4m3 pages either may be chosen."""
+    def portable(spec: AttentionSpec) -> SearchSpace:
+        default, limit = attention_prefill.default_tuning(spec, arch), decode_tuning.LIMITS[arch][0] * 1024
+        return SearchSpace({"warps": (4, 8), "row_tiles": (1, 2), "keys": (16, 32, 64)}, asdict(default),
+                           lambda given: attention_prefill.shared_bytes(spec, replace(default, **given)) <= limit)
+
+    def for_hopper(spec: AttentionSpec) -> SearchSpace:
+        default = hopper.default_tuning(spec)
+        values: dict[str, tuple[Any, ...]] = {
+            "consumers": (2, 3), "keys": (64, 80, 128, 160, 192), "stages": (2, 3, 4), "query_stages": (1, 2),
+            "packed": (False, True), "blocks": (0, 132), "ping_pong": (False, True)}
+        if spec.fp8:
+            values |= {"keys": (64, 96, 128), "stages": (2, 3), "packed": (True,), "blocks": (132,), "raw_stages": (2, 3, 4)}
+        chosen = {name: value for name, value in asdict(default).items() if name in values}
+        return SearchSpace(values, chosen, lambda given: hopper.fits(spec, replace(default, **given)))
 
     def parts(spec: AttentionSpec) -> Sequence[Part]:
-        default, limit = default_of(spec), decode_tuning.LIMITS[arch][0] * 1024
-        if isinstance(default, attention_prefill_hopper.HopperTuning):
-            values: dict[str, tuple[Any, ...]] = {
-                "consumers": (2, 3), "keys": (64, 80, 128, 160, 192), "stages": (2, 3, 4), "query_stages": (1, 2),
-                "packed": (False, True), "blocks": (0, 132), "ping_pong": (False, True)}
-            chosen = {name: value for name, value in asdict(default).items() if name in values}
-            return (Part(1, None, SearchSpace(
-                values, chosen, lambda given: attention_prefill_hopper.fits(spec, replace(default, **given)))),)
-        return (Part(1, None, SearchSpace(
-            {"warps": (4, 8), "row_tiles": (1, 2), "keys": (16, 32, 64)}, asdict(default),
-            lambda given: attention_prefill.shared_bytes(spec, replace(default, **given)) <= limit)),)
+        if arch == "sm_90a" and hopper.supported(spec):
+            return (Part(1, None, for_hopper(spec)),)
+        space = portable(spec)
+        if arch == "sm_90a" and hopper.fits(spec, hopper.default_tuning(spec)):
+            other = for_hopper(spec)
+            return (Part(1, None, ListedSpace((*space.all(), other.default, *other.all()), space.default)),)
+        return (Part(1, None, space),)
 
     def make(spec: AttentionSpec, given: Mapping[str, Any]) -> Kernel:
-        return attention_prefill.prefill_attention(spec, arch, known_parameters(given, default_of(spec)))
+        on_hopper = "consumers" in given or (arch == "sm_90a" and hopper.supported(spec))
+        default = hopper.default_tuning(spec) if on_hopper else attention_prefill.default_tuning(spec, arch)
+        return attention_prefill.prefill_attention(spec, arch, known_parameters(given, default))
 
     return KernelFamily("cuda.prefill_attention", _canonical, parts, make)
 

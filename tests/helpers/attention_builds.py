@@ -19,8 +19,8 @@ from relaxpack.model_info import FP8
 from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention, spread_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill import default_tuning as mma_tuning
 from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
-from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import HopperTuning
-from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import default_tuning as hopper_tuning
+from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import HopperTuning
+from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import default_tuning as hopper_tuning
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
 from relaxpack.schedules.kernels.cuda.sampling import sample

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from relaxpack.kernel_spec import AttentionSpec, FusedAttentionSpec, LinearSpec, NormSpec
+from relaxpack.model_info import FP8
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.schedules.tuning.tuned import TunedKernels, as_choice, as_parameters
 from relaxpack.target import parse_target
@@ -94,6 +95,25 @@ def test_a_record_chooses_the_fused_attention_of_its_rows_alone() -> None:
     assert kernels.rope_append_attention(ATTENTION, 4) is kernel
     # Where the rule keeps the kernels apart there is nothing to choose.
     assert family.parts(FusedAttentionSpec(ATTENTION, 4096)) == () and kernels.rope_append_attention(ATTENTION, 4096) is None
+
+
+def test_over_e4m3_pages_a_record_chooses_between_both_prefill_kernels() -> None:
+    spec = replace(ATTENTION, num_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128, kv_dtype=FP8)
+    family = families_for(HOPPER)["cuda.prefill_attention"]
+    part, = family.parts(spec)
+    choices = list(part.space.all())
+    on_hopper = [choice for choice in choices if "consumers" in choice]
+    assert {"warps", "row_tiles", "keys"} == set(part.space.default) and dict(part.space.default) not in choices
+    assert 10 < len(on_hopper) < len(choices) and all(choice["packed"] for choice in on_hopper)
+    rule = CudaKernels(HOPPER).prefill_attention(spec)
+    assert family.make(spec, {}).source == rule.source == "rule:cuda.prefill_attention"
+    assert family.make(spec, on_hopper[0]).source == "rule:cuda.prefill_attention_hopper"
+    kernels, _ = _built(replace(record(bucket=512, target=SM_90, parameters=on_hopper[0]), workload=family.workload(spec)))
+    chosen = kernels.prefill_attention(spec)
+    assert chosen.source.startswith("tuned:") and "tensormap" in chosen.stages[0].func.script()
+    # Pages that no bulk copy fits have the portable kernel alone.
+    odd, = family.parts(replace(spec, page_size=4))
+    assert not any("consumers" in choice for choice in odd.space.all())
 
 
 @pytest.mark.parametrize("shape", [(2048, 2048, 64), (2048, 8192, 512), (896, 11008, 192), (1024, 11008, 256)])

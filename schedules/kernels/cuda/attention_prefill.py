@@ -14,9 +14,10 @@ from typing import Any
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, Stage
-from relaxpack.schedules.kernels.cuda import attention_prefill_hopper as hopper
+from relaxpack.schedules.kernels.cuda import attention_prefill_hopper_tuning as hopper
 from relaxpack.schedules.kernels.cuda import pages_fp8
 from relaxpack.schedules.kernels.cuda.attention_decode_tuning import LIMITS, row_chunks
+from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import hopper_function
 from relaxpack.schedules.kernels.cuda.fragments import (
     COMMIT,
     COPY16,
@@ -390,7 +391,7 @@ def prefill_attention(spec: AttentionSpec, arch: str = "sm_90a",
     name = (f"prefill_attention_{page_name(spec)}_h{spec.num_heads}x{spec.num_kv_heads}_d{spec.head_dim}"
             f"_p{spec.page_size}x{spec.max_pages}" + (f"_w{spec.window}" if spec.window else ""))
     on_hopper = isinstance(tuning, hopper.HopperTuning)
-    func = finish(hopper.function(spec, tuning, few), early=True) if on_hopper else finish(_function(spec, tuning))
+    func = finish(hopper_function(spec, tuning, few), early=True) if on_hopper else finish(_function(spec, tuning))
     stage = Stage(func, name,
                   inputs=("q", "layer", "pages", "page_table", "query_start", "lengths"), outputs=("y",))
     source = "rule:cuda.prefill_attention" + ("_hopper" if on_hopper else "")

@@ -44,20 +44,47 @@ LIFT = {"bfloat16": 100, "float16": 0}
 _SHIFTED = {"bfloat16": 4, "float16": 7}         # the code is the lower byte of a half word, its sign fills the upper one
 _KEPT = {"bfloat16": 0x87F0, "float16": 0xBF80}
 _EVEN, _ODD = 0xA280, 0xB391                     # prmt: bytes 0, 2 or 1, 3, each below a byte of its sign
+_FIRST, _SECOND = 0x9180, 0xB3A2                 # bytes 0, 1 or 2, 3
+
+
+def _move(dtype: str) -> Any:
+    """Inline: to[at] = two bytes of a word, chosen by `selector`, as numbers that lack 2^LACK."""
+    shift, kept = _SHIFTED[dtype], _KEPT[dtype] << 16 | _KEPT[dtype]
+
+    @T.inline
+    def move(to, at, word, selector):
+        T.ptx["prmt.b32"](to[at], word, T.uint32(0), T.uint32(selector))
+        to[at] = (to[at] << T.uint32(shift)) & T.uint32(kept)
+
+    return move
 
 
 def take(dtype: str) -> Any:
     """Inline: to[even] = bytes 0 and 2 of a word as numbers that lack 2^LACK, to[odd] = bytes 1 and 3."""
-    shift, kept = _SHIFTED[dtype], _KEPT[dtype] << 16 | _KEPT[dtype]
+    move = _move(dtype)
 
     @T.inline
     def take(to, even, odd, word):
-        T.ptx["prmt.b32"](to[even], word, T.uint32(0), T.uint32(_EVEN))
-        to[even] = (to[even] << T.uint32(shift)) & T.uint32(kept)
-        T.ptx["prmt.b32"](to[odd], word, T.uint32(0), T.uint32(_ODD))
-        to[odd] = (to[odd] << T.uint32(shift)) & T.uint32(kept)
+        move(to, even, word, _EVEN)
+        move(to, odd, word, _ODD)
 
     return take
+
+
+def widen(dtype: str) -> Any:
+    """Inline: to[at] = bytes 0 and 1 of a word as the numbers they are, to[at + 1] = bytes 2 and 3."""
+    move, bf16 = _move(dtype), dtype == "bfloat16"
+    bits = (LACK[dtype] + 127) << 7 if bf16 else (LACK[dtype] + 15) << 10
+
+    @T.inline
+    def widen(to, at, word):
+        move(to, at, word, _FIRST)
+        move(to, at + 1, word, _SECOND)
+        for i in T.unroll(2):                        # adding -0 keeps every sign
+            T.ptx["fma.rn.bf16x2" if bf16 else "fma.rn.f16x2"](
+                to[at + i], to[at + i], T.uint32(bits << 16 | bits), T.uint32(0x80008000))
+
+    return widen
 
 
 def lift(dtype: str) -> Any:

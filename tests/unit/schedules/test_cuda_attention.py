@@ -15,7 +15,7 @@ from relaxpack.kernel_spec import TOP_LOGPROBS, AttentionSpec, Kernel, SamplingS
 from relaxpack.model_info import FP8
 from relaxpack.schedules.kernels.cuda import (
     attention_prefill,
-    attention_prefill_hopper,
+    attention_prefill_hopper_tuning,
     rope_append,
     sampling_pick,
     sampling_scan,
@@ -25,7 +25,7 @@ from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
 from relaxpack.schedules.kernels.cuda.attention_decode_merge import MERGE_WARPS
 from relaxpack.schedules.kernels.cuda.attention_decode_tuning import LIMITS, DecodeTuning, default_tuning, shared_bytes
 from relaxpack.schedules.kernels.cuda.attention_prefill import PrefillTuning, prefill_attention
-from relaxpack.schedules.kernels.cuda.attention_prefill_hopper import HopperTuning
+from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import HopperTuning
 from relaxpack.schedules.kernels.cuda.sampling import sample
 from tests.helpers import cuda_harness as harness
 from tests.helpers import sampling_case
@@ -129,10 +129,35 @@ def test_decode_attention_equals_float64(s: AttentionSpec, lengths: list[int], t
      HopperTuning(consumers=3, blocks=5), 1.0),                                              # 27 tokens of 7 heads a tile
     (spec(1, 1, 256, 8, "float16"), [3, 70], [0, 200], HopperTuning(keys=64, query_stages=1), 5.0),
     (spec(2, 1, 64, 256), [150, 300], [173, 0], HopperTuning(keys=64, packed=False, blocks=0, ping_pong=False), 1.0),
+    # e4m3 pages, converted in shared memory: every head_dim (rows of 64, 128 and 256 bytes), both dtypes
+    (spec(8, 2, 128, kv=FP8), [1, 17, 130], [0, 5, 370], HopperTuning(blocks=3), 1.0),
+    (spec(7, 1, 64, window=50, kv=FP8), [100, 0, 20] + [2] * 40, [390, 0, 80] + [3] * 40,
+     HopperTuning(blocks=5, raw_stages=3), 1.0),
+    (spec(1, 1, 256, 8, "float16", kv=FP8), [3, 70], [0, 200], HopperTuning(keys=64, query_stages=1), 5.0),
+    (spec(2, 1, 64, 256, kv=FP8), [150, 300], [173, 0],
+     HopperTuning(keys=64, packed=False, blocks=0, ping_pong=False, raw_stages=1), 1e-2),      # most are subnormal
+    (spec(4, 1, 64, dtype="float16", kv=FP8), [200, 33], [31, 150],
+     HopperTuning(consumers=3, keys=96, query_stages=1, raw_stages=4, blocks=2), 1e-2),
 ])
 def test_prefill_attention_equals_float64(s: AttentionSpec, queries: list[int], cached: list[int], tuning: Any,
                                           magnitude: float) -> None:
     assert prefill_error(s, queries, cached, tuning, magnitude) < TOLERANCE[s.activation_dtype]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_conversion_for_wgmma_is_exact(dtype: str) -> None:
+    """One query over one key has the value itself as its output: every code, and the finite number that stands for NaN."""
+    s = spec(2, 2, 128, dtype=dtype, kv=FP8)
+    case = make_case(s, [1])
+    codes = np.arange(256, dtype=np.uint8)
+    case.pages[case.layer, case.page_table[0, 0], 1, :, 0] = codes.reshape(2, 128)
+    y = np.full_like(case.q, NAN_BITS[dtype])
+    tuning = HopperTuning()
+    emulate(prefill_attention(s, tuning=tuning), [(tuning.grid(s, 1, 1),)], [tuning.threads], {**inputs(case), "y": y},
+            {"t": 1, "b": 1, "p": case.num_pages, "layer": case.layer})
+    number = codes % 128 != 0x7F
+    np.testing.assert_array_equal(from_bits(y, dtype).reshape(-1)[number], from_bits(codes[number], FP8))
+    np.testing.assert_array_equal(from_bits(y, dtype).reshape(-1)[~number], [480, -480])
 
 
 @pytest.mark.parametrize("s", [spec(norm=1e-6, head_dim=128), spec(6, 3, 96, 8, "float16"), spec(4, 1, rotary_dim=32),
@@ -303,11 +328,19 @@ def test_pages_may_have_more_elements_than_32_bits_count(name: str) -> None:
     assert str(pages.ty.shape[0].ty.dtype) == "int64"
 
 
+def converting(head_dim: int) -> Kernel:
+    """Hopper's prefill attention over e4m3 pages."""
+    s = spec(32, 8, head_dim, kv=FP8)
+    return prefill_attention(s, tuning=attention_prefill_hopper_tuning.default_tuning(s))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not harness.have_compiler(), reason="needs nvcc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120"])
 def test_kernels_compile_without_local_memory(arch: str) -> None:
     funcs = {f"{name}_{i}": stage.func for name, make in KERNELS.items() for i, stage in enumerate(make(arch).stages)}
+    if arch == "sm_90a":
+        funcs |= {f"converting_{head_dim}": converting(head_dim).stages[0].func for head_dim in (64, 128, 256)}
     found = harness.resources(harness.generate_source(funcs, arch), arch)
     assert len(found) == len(funcs) + (arch == "sm_90a")          # prefill_64 has another one for few tokens
     for kernel in found:
@@ -324,7 +357,17 @@ def test_default_tunings_fit_shared_memory(arch: str, head_dim: int, kv: str) ->
     tuning = default_tuning(s, arch)
     assert shared_bytes(s, tuning) <= limit
     assert attention_prefill.shared_bytes(s, attention_prefill.default_tuning(s, arch)) <= limit
-    assert attention_prefill_hopper.supported(s) == (head_dim in (64, 128, 256) and not s.fp8)
+    assert attention_prefill_hopper_tuning.supported(s) == (head_dim in (64, 128, 256) and not s.fp8)
+
+
+def test_e4m3_pages_take_the_measured_kernel_unless_asked() -> None:
+    for head_dim in (64, 128, 256):
+        s = spec(32, 8, head_dim, kv=FP8)
+        assert prefill_attention(s).source == "rule:cuda.prefill_attention"
+        assert attention_prefill_hopper_tuning.fits(s, attention_prefill_hopper_tuning.default_tuning(s))
+        assert converting(head_dim).source == "rule:cuda.prefill_attention_hopper"
+    assert not attention_prefill_hopper_tuning.fits(spec(head_dim=96, kv=FP8), HopperTuning())
+    assert not attention_prefill_hopper_tuning.fits(spec(head_dim=128, kv=FP8), HopperTuning(raw_stages=8))
 
 
 def test_few_tokens_of_narrow_heads_take_narrow_tiles() -> None:

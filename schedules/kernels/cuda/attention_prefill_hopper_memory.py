@@ -1,0 +1,83 @@
+"""The shared memory of Hopper's prefill attention: tiles, the mbarriers that announce and free them, and the words that
+describe a tile of queries. Every barrier of an array belongs to the stage of the same index.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import relaxpack.tvm_setup  # noqa: F401
+from relaxpack.kernel_spec import AttentionSpec
+from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import INFO, HopperTuning
+from tvm.script import tirx as T
+
+START, TOKENS_LEFT, POSITION, FIRST_KEY, HEAD = range(5)      # words of `info`
+SWIZZLE_64, SWIZZLE_128, PROMOTE_128 = 2, 3, 2                # of a tensor map
+TMA_LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+CONVERTERS = 3                                                # warps that convert, beside the one that fetches
+RAW_KEYS, RAW_VALUES, RAW_END = range(3)                      # what a tile of e4m3 numbers is
+
+
+class PrefillMemory:
+    """`queries` (stage, half of a row, row, 64); `keys` and `values` (stage, group of 8 rows, half, row, 64), all swizzled
+    by 128 bytes. Pages of e4m3 numbers: `raw` (stage, group, part of a row, row, bytes of a part), swizzled by the bytes of
+    a part; keys and values alike, in the order in which they are consumed, `raw_kind` says which."""
+
+    def __init__(self, spec: AttentionSpec, tuning: HopperTuning, pool: Any) -> None:
+        act, D, halves, stages = spec.activation_dtype, spec.head_dim, spec.head_dim // 64, tuning.stages
+        self.spec, self.tuning = spec, tuning
+        self.queries = pool.alloc((tuning.query_stages, halves, tuning.rows, 64), act, align=1024)
+        self.keys = pool.alloc((stages, tuning.keys // 8, halves, 8, 64), act, align=1024)
+        self.values = pool.alloc((stages, tuning.keys // 8, halves, 8, 64), act, align=1024)
+        if spec.fp8:
+            part = raw_part(D)
+            self.raw = pool.alloc((tuning.raw_stages, tuning.keys // 8, D // part, 8, part), "uint8", align=1024)
+            self.full_raw = pool.alloc((tuning.raw_stages,), "uint64", align=8)
+            self.empty_raw = pool.alloc((tuning.raw_stages,), "uint64", align=8)
+            self.raw_kind = pool.alloc((tuning.raw_stages,), "int32", align=4)
+        self.full_q = pool.alloc((tuning.query_stages,), "uint64", align=8)
+        self.empty_q = pool.alloc((tuning.query_stages,), "uint64", align=8)
+        self.full_k = pool.alloc((stages,), "uint64", align=8)
+        self.empty_k = pool.alloc((stages,), "uint64", align=8)
+        self.full_v = pool.alloc((stages + 1,), "uint64", align=8)     # the last one: a tile whose unseen rows become zeros
+        self.empty_v = pool.alloc((stages,), "uint64", align=8)
+        self.info = pool.alloc((tuning.query_stages, INFO), "int32", align=16)
+        pool.commit()
+
+    def initialise(self) -> Any:
+        """Inline, of one thread: all barriers, by how many arrivals fill or free a stage."""
+        fp8, tuning = self.spec.fp8, self.tuning
+        consumers, fetchers = tuning.consumers * 4, CONVERTERS if fp8 else 1
+
+        @T.inline
+        def initialise():
+            for s in T.unroll(tuning.query_stages):
+                T.ptx.mbarrier.init.shared.b64(self.full_q.ptr_to([s]), T.uint32(1))
+                T.ptx.mbarrier.init.shared.b64(self.empty_q.ptr_to([s]), T.uint32(consumers))
+            for s in T.unroll(tuning.stages):
+                T.ptx.mbarrier.init.shared.b64(self.full_k.ptr_to([s]), T.uint32(fetchers))
+                T.ptx.mbarrier.init.shared.b64(self.empty_k.ptr_to([s]), T.uint32(consumers))
+                T.ptx.mbarrier.init.shared.b64(self.empty_v.ptr_to([s]), T.uint32(consumers))
+            for s in T.unroll(tuning.stages + 1):
+                T.ptx.mbarrier.init.shared.b64(self.full_v.ptr_to([s]), T.uint32(fetchers))
+            if fp8:
+                for s in T.unroll(tuning.raw_stages):
+                    T.ptx.mbarrier.init.shared.b64(self.full_raw.ptr_to([s]), T.uint32(1))
+                    T.ptx.mbarrier.init.shared.b64(self.empty_raw.ptr_to([s]), T.uint32(CONVERTERS))
+            T.ptx.fence.proxy.async_.shared__cta()
+
+        return initialise
+
+
+def raw_part(head_dim: int) -> int:
+    """Bytes of a part of a row of e4m3 numbers: what a swizzle spreads over the banks."""
+    return min(head_dim, 128)
+
+
+@T.inline
+def advance(stage, phase, stages):
+    """The next stage of a ring; `phase` changes with every turn."""
+    stage = stage + 1
+    if stage == stages:
+        stage = 0
+        phase = phase ^ 1
