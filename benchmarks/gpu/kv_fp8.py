@@ -142,7 +142,7 @@ class Bench:
         """Float64 over what the pages hold, poisoned outputs, equal repeats; rope and fused: what they write too."""
         before, kind = len(self.checks.FAILURES), name.split(".")[0]
         if kind == "fused":
-            error, complaints = self.dev.check_fused(self.library, name, repeats=5)
+            error, complaints = self.dev.check_fused(self.library, name)
             for complaint in complaints:
                 self.checks.require(False, complaint)
             self.record(kind="numbers", kernel=name, error=error)

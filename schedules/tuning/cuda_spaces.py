@@ -71,12 +71,13 @@ def _decode_attention(arch: str) -> KernelFamily:
 
         def fits(given: Parameters) -> bool:
             size = decode_tuning.shared_bytes(spec, replace(default, **given)) / 1024
-            per_sm = max(1, given["blocks"] // count)
+            per_sm = -(-given["blocks"] // count)
             return size <= block_kb and per_sm * (size + 1) <= multiprocessor_kb
 
-        blocks = (count // 4, count // 2, count, 2 * count, 3 * count, 4 * count)
-        return (Part(1, None, SearchSpace({"warps": (2, 4, 8), "stages": (2, 3, 4), "key_tiles": (1, 2), "blocks": blocks},
-                                          asdict(default), fits)),)
+        even = 1 << (2 * count).bit_length() - 1                     # divides the tiles of one long sequence
+        values = {"warps": (2, 4, 8), "stages": (2, 3, 4), "key_tiles": (1, 2), "compact": (False, True),
+                  "blocks": (count // 4, count // 2, count, even, 2 * count, 3 * count, 4 * count)}
+        return (Part(1, None, SearchSpace(values, asdict(default), fits)),)
 
     def make(spec: AttentionSpec, given: Mapping[str, Any]) -> Kernel:
         return decode_attention(spec, arch, known_parameters(given, decode_tuning.default_tuning(spec, arch)))

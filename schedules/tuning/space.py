@@ -49,7 +49,9 @@ class SearchSpace:
         return None
 
     def neighbours(self, choice: Parameters) -> Iterator[dict[str, Any]]:
-        """Choices that differ in one parameter: one step up or down its values (any value, from outside the grid)."""
+        """Choices that differ in one parameter: one step up or down its values (any value, from outside the grid). A choice
+        of a time when there was no such parameter had its default."""
+        choice = {**self.default, **choice}
         for name, values in self.values.items():
             if choice[name] in values:
                 at = values.index(choice[name])

@@ -1,5 +1,5 @@
 """Attention, RoPE+append and sampling on the GPU against float64: every head_dim, page size, dtype and group size of the
-suite, ragged lengths around page and tile edges, poisoned outputs, two runs bit for bit. Where the machine has no
+suite, ragged lengths around page and tile edges, poisoned outputs, 100 repeats bit for bit. Where the machine has no
 compiler, RELAXPACK_GPU_ATTENTION names a folder that `python -m tests.helpers.attention_builds FOLDER` made elsewhere."""
 
 from __future__ import annotations

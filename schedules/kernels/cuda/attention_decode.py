@@ -40,7 +40,7 @@ def spread_attention(spec: AttentionSpec, rows: int, arch: str = "sm_90a", tunin
         return None
     early, tuning = early_launch(arch), tuning or spread_tuning(spec, rows, arch)
     name = f"spread_attention_{_facts(spec)}"
-    own = f"{name}_w{tuning.warps}s{tuning.stages}b{tuning.blocks}k{tuning.key_tiles}"
+    own = f"{name}_w{tuning.warps}s{tuning.stages}b{tuning.blocks}k{tuning.key_tiles}" + "c" * tuning.compact
     if rows == 1 and prefix is None:
         return Kernel(_split_and_merge(spec, tuning, arch, own + "_alone", shared=False),
                       source="rule:cuda.spread_attention", temporaries=_temporaries(spec, tuning))
@@ -60,7 +60,7 @@ def _facts(spec: AttentionSpec) -> str:
 
 
 def _split_and_merge(spec: AttentionSpec, tuning: DecodeTuning, arch: str, name: str, shared: bool) -> tuple[Stage, Stage]:
-    early, per_multiprocessor = early_launch(arch), max(1, tuning.blocks // LIMITS[arch][2])
+    early, per_multiprocessor = early_launch(arch), -(-tuning.blocks // LIMITS[arch][2])
     split = decode_split_function(spec, tuning, early, shared, reserve(arch, per_multiprocessor))
     given = ("shared", "prefix", "prefix_stats") if shared else ()
     return (Stage(finish(split, early), name + "_split", inputs=("q", "layer", "pages", "page_table", "lengths", *given),

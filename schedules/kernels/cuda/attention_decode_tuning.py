@@ -11,12 +11,13 @@ from relaxpack.kernel_spec import AttentionSpec
 @dataclass(frozen=True)
 class DecodeTuning:
     """The search space: `warps` x `key_tiles` x 16 keys are one tile, `stages` tiles are in flight, `blocks` is the
-    grid."""
+    grid. `compact`: stage two has a block for each (sequence, KV head), if they are fewer, not for each block."""
 
     warps: int
     stages: int
     blocks: int
     key_tiles: int = 1
+    compact: bool = False
 
     @property
     def warp_keys(self) -> int:

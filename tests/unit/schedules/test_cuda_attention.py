@@ -72,7 +72,8 @@ def emulate(kernel: Kernel, grids: list[tuple[int, ...]], threads: list[int], bu
 def decode_error(s: AttentionSpec, lengths: list[int], tuning: DecodeTuning, magnitude: float = 1.0) -> float:
     case = make_case(s, lengths, magnitude=magnitude)
     y = np.full_like(case.q, NAN_BITS[s.activation_dtype])
-    emulate(decode_attention(s, tuning=tuning), [(tuning.blocks,), (s.num_heads // s.num_kv_heads, tuning.blocks)],
+    merges = min(tuning.blocks, len(lengths) * s.num_kv_heads) if tuning.compact else tuning.blocks
+    emulate(decode_attention(s, tuning=tuning), [(tuning.blocks,), (s.num_heads // s.num_kv_heads, merges)],
             [tuning.warps * 32, MERGE_WARPS * 32], {**inputs(case), "y": y},
             {"t": len(lengths), "p": case.num_pages, "layer": case.layer})
     return relative_error(from_bits(y, s.activation_dtype), reference(case))
@@ -104,6 +105,10 @@ def inputs(case: Case) -> dict[str, Any]:
     (spec(8, 1, 256, 64, window=100), [63, 64, 65, 128, 500], DecodeTuning(4, 2, 4), 8.0),
     (spec(12, 4, 64), [30] * 45, DecodeTuning(4, 3, 11), 1.0),                               # whole rows per block
     (spec(2, 1, 64, 1), [1, 2, 60], DecodeTuning(4, 2, 5), 1.0),                             # one token a page
+    # stage two of as many blocks as there may be cuts: fewer and more than stage one has, more than 32, with idle blocks
+    (spec(), [1, 15, 16, 17, 64, 65, 200, 0, 33], DecodeTuning(4, 3, 7, compact=True), 1.0),
+    (spec(), [900, 0, 40], DecodeTuning(2, 2, 75, compact=True), 1.0),
+    (spec(2, 2, 96, window=40), [600, 3], DecodeTuning(4, 3, 40, compact=True), 1.0),
     (spec(kv=FP8), [1, 15, 16, 17, 64, 65, 200, 0, 33], DecodeTuning(4, 3, 7, 2), 1.0),
     (spec(head_dim=128, dtype="float16", kv=FP8), [300, 15], DecodeTuning(4, 2, 3), 30.0),
     (spec(4, 4, 96, window=40, kv=FP8), [100, 41, 40, 39, 5, 600], DecodeTuning(4, 3, 16), 1.0),
