@@ -5,12 +5,15 @@
 
 Every kernel against float64 first. `shared`: rope_append and attention of one layer, pages rotated beyond L2, with the
 shared keys read once and without. `chain`: between the matmuls of 32 layers, as in fused_attention.py. `coverage`:
-attention alone beside torch's SDPA and a plain read.
+attention alone beside torch's SDPA and a plain read. `long`: one sequence of 32768 keys alone, the variants in turn. Of a
+kernel `spread.MODEL.ROWS@VARIANT`, `c` is a merge of as few blocks as there may be cuts, `e` as many blocks as divide the
+tiles of one long sequence, `1c`, `2c` and `3c` so many blocks a multiprocessor.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 import time
@@ -28,7 +31,20 @@ CHAIN = ((8, "ragged"), (1, 32768), (32, "ragged"), (1, 8192), (16, 8192), (8, 2
          (32, 512), (8, 512))
 BUCKETS = tuple(sorted({rows for rows, _ in CHAIN}))
 MOST = 24                 # calls in a graph, at least: its launch counts little then
+VARIED = (1, 8, 32)       # buckets of which all variants are built, of the others `c`
+LONG = ((1, 32768), (1, 16384), (1, 8192), (4, 32768))
 COVERAGE = ((1, 512), (16, 8192), (1, 32768))
+
+
+def varied(spec: Any, tuning: Any) -> dict[str, Any]:
+    """What may be better than a tuning of the split and its merge, by label."""
+    from relaxpack.schedules.kernels.cuda.attention_decode_tuning import shared_bytes
+    even, compact = 1 << tuning.blocks.bit_length() - 1, dataclasses.replace(tuning, compact=True)
+    found = {"c": compact, "e": dataclasses.replace(tuning, blocks=even), "ec": dataclasses.replace(compact, blocks=even),
+             **{f"{n}c": dataclasses.replace(compact, warps=8 if n == 1 else 4, blocks=132 * n) for n in (1, 2, 3)}}
+    return {label: one for label, one in found.items()
+            if next(k for k, v in found.items() if v == one) == label            # not the same twice
+            and -(-one.blocks // 132) * (shared_bytes(spec, one) + 1024) <= 228 * 1024}
 
 
 def coverage_specs(spec: Any) -> dict[str, Any]:
@@ -41,6 +57,7 @@ def coverage_specs(spec: Any) -> dict[str, Any]:
 def build(folder: Path, only: str) -> None:
     from relaxpack.kernel_spec import LinearSpec
     from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention, spread_attention
+    from relaxpack.schedules.kernels.cuda.attention_decode_tuning import spread_tuning
     from relaxpack.schedules.kernels.cuda.linear import linear
     from relaxpack.schedules.kernels.cuda.rope_append import rope_append
     from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
@@ -53,6 +70,9 @@ def build(folder: Path, only: str) -> None:
         kernels[f"decode.{model}"] = spec, decode_attention(spec)
         for rows in sorted({1, *BUCKETS, *(rows for rows, _, _ in SHARED)}):
             kernels[f"spread.{model}.{rows}"] = spec, spread_attention(spec, rows)
+            for variant, tuning in varied(spec, spread_tuning(spec, rows, "sm_90a")).items():
+                if variant == "c" or rows in VARIED:
+                    kernels[f"spread.{model}.{rows}@{variant}"] = spec, spread_attention(spec, rows, tuning=tuning)
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         for rows in BUCKETS:
             kernels[f"fused.{model}.{rows}"] = spec, rope_append_attention(spec, rows)
@@ -68,7 +88,12 @@ def build(folder: Path, only: str) -> None:
 
 class DecodeBench(Bench):
     def candidates(self, model: str, batch: int) -> dict[str, tuple[str, ...]]:
-        return {"spread": (f"rope.{model}", f"spread.{model}.{batch}"), "fused": (f"fused.{model}.{batch}",)}
+        spread = {name.replace(f".{model}.{batch}", ""): (f"rope.{model}", name) for name in self.spread(model, batch)}
+        return {**spread, "fused": (f"fused.{model}.{batch}",)}
+
+    def spread(self, model: str, batch: int) -> list[str]:
+        """The kernel of the bucket and its variants."""
+        return [name for name in self.library.names(f"spread.{model}.") if name.split("@")[0].split(".")[2] == str(batch)]
 
     def check_all(self) -> None:
         for name in self.library.names("spread."):
@@ -97,7 +122,7 @@ class DecodeBench(Bench):
         held = [{**step.buffers(layer), "q": self.torch.empty_like(step.y)} for layer in range(layers)]
         common = {"kind": "shared", "model": model, "batch": rows, "shared": shared, "own": own}
         kinds = {"none": (f"rope.{model}", f"decode.{model}"), "fused": (f"fused.{model}.{rows}",)}
-        kinds["spread"] = f"rope.{model}", f"spread.{model}.{rows}"
+        kinds |= {name: (f"rope.{model}", name) for name in self.spread(model, rows)}
         expected = None
         for kernel, names in kinds.items():
             if names[0] not in self.library:
@@ -110,6 +135,23 @@ class DecodeBench(Bench):
             error = self.dev.relative_error(step.y, expected.double())
             self.require(error < 6e-3, f"{kernel} {rows} x {shared}+{own}: differs from the first by {error:.2e}")
             self.record(**common, kernel=kernel, us=us, GBps=(shared + rows * own) * token / us / 1e3, difference=error)
+
+    def time_long(self, model: str, rows: int, length: int) -> None:
+        """Split and merge alone, no RoPE: what the share of a plain read is said of."""
+        spec, bucket = self.library.spec(f"rope.{model}"), min(b for b in (1, 8) if b >= rows)
+        moved = rows * length * spec["num_kv_heads"] * spec["head_dim"] * 4
+        layers = max(2, math.ceil(400e6 / moved) // 2 * 2)
+        case = self.dev.PagedCase(spec, [length] * rows, layers=layers)
+        names = [f"decode.{model}", *self.spread(model, bucket)]
+        calls = {name: [self.library.prepare(name, case.buffers(layer)) for layer in range(layers)] for name in names}
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(5):                                # in turns: a warm GPU is a slower one
+            for name in names:
+                times[name].append(self.dev.graph_time(calls[name] * math.ceil(MOST / layers), 10) * 1e6)
+        for name in names:
+            us = sorted(times[name])[2]
+            self.record(kind="long", model=model, batch=rows, length=length, kernel=name, us=us, GBps=moved / us / 1e3,
+                        share=moved / us * 1e6 / self.ceiling, fastest=min(times[name]), slowest=max(times[name]))
 
     def time_coverage(self, name: str, rows: int, length: int) -> None:
         from benchmarks.gpu.kernels_attention import sdpa_decode
@@ -136,6 +178,8 @@ class DecodeBench(Bench):
             work.append(self.check_all)
         if "shared" in parts:
             work += [lambda m=m, c=c: self.time_shared(m, *c) for c in SHARED for m in ("8b", "1b")]
+        if "long" in parts:
+            work += [lambda m=m, c=c: self.time_long(m, *c) for c in LONG for m in ("8b", "1b")]
         if "chain" in parts:
             work += [lambda m=m, c=c: self.time_case(m, *c) for c in CHAIN for m in ("8b", "1b")]
         if "coverage" in parts:
@@ -158,7 +202,7 @@ def main() -> int:
     command.add_argument("folder", type=Path)
     command.add_argument("--out", type=Path, required=True, help="JSON file, written after every row")
     command.add_argument("--limit", type=float, default=100, help="seconds after which nothing new is begun")
-    command.add_argument("--parts", default="check,shared,chain,coverage")
+    command.add_argument("--parts", default="check,long,shared,chain,coverage")
     args = parser.parse_args()
     if args.command == "build":
         build(args.folder, args.only)

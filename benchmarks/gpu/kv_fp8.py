@@ -58,7 +58,7 @@ def hopper_tuning(variant: Variant) -> Any:
     return HopperTuning(consumers, keys, stages, query_stages, raw_stages=raw_stages)
 
 
-def build(folder: Path, variants: bool, prefill: bool) -> None:
+def build(folder: Path, variants: bool, prefill: bool, only: str = "") -> None:
     from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
     from relaxpack.schedules.kernels.cuda.attention_decode_tuning import DecodeTuning
     from relaxpack.schedules.kernels.cuda.attention_prefill import PrefillTuning, prefill_attention
@@ -107,8 +107,8 @@ def build(folder: Path, variants: bool, prefill: bool) -> None:
             if fits(spec, tuning := default_tuning(spec)):
                 kernels[f"prefill.{name}.fp8.wgmma"] = spec, prefill_attention(spec, tuning=tuning)
     begin = time.perf_counter()
-    builds.build(folder, "sm_90a", kernels)
-    print(f"{len(kernels)} kernels in {time.perf_counter() - begin:.0f} s")
+    builds.build(folder, "sm_90a", kernels, only)
+    print(f"up to {len(kernels)} kernels in {time.perf_counter() - begin:.0f} s")
 
 
 # where the GPU is
@@ -165,6 +165,8 @@ class Bench:
         for kv in ("bf16", "fp8"):
             names = [n for n in self.library.names(f"decode.{model}.{kv}") + self.library.names(f"fused.{model}.{kv}")
                      if n not in self.wrong and self.wanted(n, batch)]
+            if not names:
+                continue
             spec = self.library.spec(names[0])
             read = 2 * batch * length * spec["num_kv_heads"] * spec["head_dim"] * kv_item_bytes(spec["kv_dtype"])
             layers = int(max(2, min(16, LARGEST // read))) // 2 * 2
@@ -261,6 +263,7 @@ def main() -> int:
     command.add_argument("folder", type=Path)
     command.add_argument("--variants", action="store_true", help="also tunings beside the default choices")
     command.add_argument("--no-prefill", action="store_true")
+    command.add_argument("--only", default="", help="parts of kernel names, with commas between: \"prefill.\"")
     command = commands.add_parser("run")
     command.add_argument("folder", type=Path)
     command.add_argument("--out", type=Path, required=True, help="JSON file, written after every row")
@@ -268,7 +271,7 @@ def main() -> int:
     command.add_argument("--models", default="8b,1b,8b_p64")
     args = parser.parse_args()
     if args.command == "build":
-        build(args.folder, args.variants, not args.no_prefill)
+        build(args.folder, args.variants, not args.no_prefill, args.only)
         return 0
     bench = Bench(args.folder, args.out, args.limit)
     bench.run(args.models.split(","))

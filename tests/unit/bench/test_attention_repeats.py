@@ -1,4 +1,4 @@
-"""The check of the attention benchmarks that a kernel gives the same bits each time, on the CPU with kernels made up here."""
+"""The check of the attention benchmarks that a kernel gives the same bits each time, on the CPU, with kernels made up."""
 
 from __future__ import annotations
 

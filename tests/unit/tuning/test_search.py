@@ -81,3 +81,9 @@ def test_neighbours_differ_in_one_step() -> None:
     assert [choice["a"] for choice in beside if choice["b"] == "x"] == [1, 2, 3]
     everything = [dict(zip("ab", pair, strict=True)) for pair in itertools.product((1, 2, 3), "xy")]
     assert all(choice in everything for choice in near)
+
+
+def test_a_choice_without_a_newer_parameter_has_its_default() -> None:
+    """A log of trials may be older than a parameter."""
+    space = SearchSpace({"a": (1, 2), "new": (False, True)}, {"a": 1, "new": False})
+    assert list(space.neighbours({"a": 2})) == [{"a": 1, "new": False}, {"a": 2, "new": True}]
