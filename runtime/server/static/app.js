@@ -1,41 +1,17 @@
-// The chat page: what happens on clicks and keys. Conversations are in store.js, requests in api.js, text in markdown.js.
+// The chat page: what happens on clicks and keys. Conversations are in store.js, requests in api.js, looks in messages.js,
+// the dialog in settings.js.
 
 import { answer, model as askModel } from "./api.js";
-import { element, markdown } from "./markdown.js";
+import { $, element, icon } from "./dom.js";
+import { markdown } from "./markdown.js";
+import { copy, facts, messageNode, welcome } from "./messages.js";
+import { buildSettings, clearFields, openSettings, readSettings } from "./settings.js";
 import { Store } from "./store.js";
+import { applyTheme, followSystem, nextTheme } from "./theme.js";
 
-const $ = id => document.getElementById(id);
-const SUGGESTIONS = ["Explain what a compiler does, in three sentences", "Write a haiku about rain",
-                     "Give me a Python function that reverses a string"];
-const FIELDS = [
-  { name: "temperature", label: "Temperature", min: 0, max: 100, step: "any", hint: "1" },
-  { name: "top_p", label: "Top p", min: 0.0001, max: 1, step: "any", hint: "1" },
-  { name: "top_k", label: "Top k", min: 0, max: 1e6, step: 1, hint: "off" },
-  { name: "min_p", label: "Min p", min: 0, max: 1, step: "any", hint: "off" },
-  { name: "repetition_penalty", label: "Repetition penalty", min: 0.0001, max: 100, step: "any", hint: "1" },
-  { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: "any", hint: "0" },
-  { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: "any", hint: "0" },
-  { name: "max_tokens", label: "Most tokens", min: 1, max: 1e9, step: 1, hint: "what fits" },
-  { name: "seed", label: "Seed", min: 0, max: 2 ** 53 - 1, step: 1, hint: "random" },
-];
-const THEMES = { auto: "as the system", light: "light", dark: "dark" };
-const ICONS = {
-  auto: '<circle cx="12" cy="12" r="7.5"/><path d="M12 4.5v15a7.5 7.5 0 0 0 0-15z" fill="currentColor"/>',
-  light: '<circle cx="12" cy="12" r="4"/><path d="M12 3v2M12 19v2M3 12h2M19 12h2M5.6 5.6 7 7M17 17l1.4 1.4M5.6 18.4 7 17M17 7l1.4-1.4"/>',
-  dark: '<path d="M19.5 14.5A8 8 0 0 1 9.5 4.5a8 8 0 1 0 10 10z"/>',
-  remove: '<path d="M6 6l12 12M18 6L6 18"/>', again: '<path d="M19 12a7 7 0 1 1-2.2-5.1M19 4v4h-4"/>',
-  copy: '<rect x="8.5" y="8.5" width="11" height="11" rx="2"/><path d="M15.5 5.5a1 1 0 0 0-1-1h-8a2 2 0 0 0-2 2v8a1 1 0 0 0 1 1"/>',
-  edit: '<path d="M5 19h3.2L18.5 8.7a1.6 1.6 0 0 0 0-2.3l-.9-.9a1.6 1.6 0 0 0-2.3 0L5 15.8z"/>',
-};
 const store = new Store();
 const running = new Map();      // conversation → {controller, message}; an answer goes on while another one is read
 let served = null, stick = true, frame = 0;
-
-function icon(name) {
-  const holder = document.createElement("template");
-  holder.innerHTML = `<svg viewBox="0 0 24 24" aria-hidden="true">${ICONS[name]}</svg>`;   // our own constants only
-  return holder.content.firstChild;
-}
 
 // --- what is shown ---
 
@@ -68,57 +44,15 @@ function showMessages() {
   const { messages, system } = store.current;
   document.title = store.current.title ? `${store.current.title} · relaxpack` : "relaxpack chat";
   if (!messages.length) {
-    $("messages").replaceChildren(welcome());
+    $("messages").replaceChildren(welcome(served, send));
     return;
   }
-  const shown = messages.map((message, index) => messageNode(message, index));
+  const growing = running.get(store.current)?.message;
+  const shown = messages.map((message, index) => messageNode(message, {
+    busy: message === growing, last: index === messages.length - 1, edit: () => edit(index), regenerate }));
   if (system) shown.unshift(element("article", { className: "message system" }, element("div", { className: "body" }, system)));
   $("messages").replaceChildren(...shown);
   scroll();
-}
-
-function welcome() {
-  if (served?.chat === false) {
-    return element("div", { className: "welcome" }, element("h2", {}, "This model does not chat"),
-                   element("p", {}, served.embedding_size ? "It is served for its API: /v1/embeddings."
-                     : "It has no chat template. It is served for its API: /v1/completions continues texts."));
-  }
-  const suggestions = SUGGESTIONS.map(text => {
-    const button = element("button", { type: "button" }, text);
-    button.onclick = () => send(text);
-    return button;
-  });
-  return element("div", { className: "welcome" }, element("h2", {}, "What would you like to know?"),
-                 element("div", { className: "suggestions" }, ...suggestions));
-}
-
-function messageNode(message, index) {
-  const busy = running.get(store.current)?.message === message;
-  const meta = element("div", { className: "meta" });
-  const node = element("article", { className: `message ${message.role}` });
-  if (message.role === "user") {
-    node.append(element("div", { className: "body" }, message.content), meta);
-    meta.append(action("edit", "Edit", () => edit(index)));
-    return node;
-  }
-  const body = element("div", { className: "answer" }, ...markdown(message.content));
-  if (busy && !message.content) body.classList.add("waiting");
-  node.append(body);
-  if (message.error) node.append(element("div", { className: "error", role: "alert" }, message.error));
-  if (!busy) {
-    if (message.facts) meta.append(element("span", { className: "facts" }, message.facts));
-    if (message.content) meta.append(action("copy", "Copy", event => copy(message.content, event.currentTarget)));
-    if (index === store.current.messages.length - 1) {
-      meta.append(action("again", message.error ? "Try again" : "Regenerate", regenerate));
-    }
-  }
-  node.append(meta);
-  return node;
-}
-
-function action(name, label, onclick) {
-  const button = element("button", { type: "button", className: name, onclick }, icon(name), element("span", {}, label));
-  return button;
 }
 
 // Only the answer that grows is drawn again, at most once a frame.
@@ -198,17 +132,6 @@ async function generate() {
   }
 }
 
-function facts({ usage, firstSeconds, decodeSeconds, finish }) {
-  if (!usage) return "";
-  const { prompt_tokens: prompt, completion_tokens: output } = usage, cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-  const parts = [`${output} ${output === 1 ? "token" : "tokens"}`];
-  if (decodeSeconds > 0 && output > 1) parts.push(`${((output - 1) / decodeSeconds).toFixed(1)} tokens/s`);
-  if (firstSeconds !== null) parts.push(`first in ${firstSeconds.toFixed(2)} s`);
-  parts.push(`${cached} of ${prompt} prompt tokens cached`);
-  if (finish === "length") parts.push("cut off");
-  return parts.join(" · ");
-}
-
 function stop() {
   running.get(store.current)?.controller.abort();
 }
@@ -228,22 +151,6 @@ function edit(index) {
   showAll();
   grow();
   $("input").focus();
-}
-
-async function copy(text, button) {
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {       // clipboard needs https or localhost
-    const area = element("textarea", { value: text, className: "sr" });
-    document.body.append(area);
-    area.select();
-    document.execCommand("copy");
-    area.remove();
-  }
-  const label = button.querySelector("span") ?? button, before = label.textContent;
-  if (before === "Copied") return;
-  label.textContent = "Copied";
-  setTimeout(() => { label.textContent = before; }, 1200);
 }
 
 // --- page ---
@@ -273,49 +180,9 @@ function grow() {
   showBusy();
 }
 
-const darkSystem = matchMedia("(prefers-color-scheme: dark)");
-
-function applyTheme() {
-  const { theme } = store.settings;
-  document.documentElement.dataset.theme = theme === "auto" ? (darkSystem.matches ? "dark" : "light") : theme;
-  $("theme").replaceChildren(icon(theme in THEMES ? theme : "auto"));
-  $("theme").setAttribute("aria-label", `Theme: ${THEMES[theme]}`);
-  $("theme").title = `Theme: ${THEMES[theme]}`;
-}
-
-function nextTheme() {
-  const names = Object.keys(THEMES);
-  store.settings.theme = names[(names.indexOf(store.settings.theme) + 1) % names.length];
-  store.saveSettings();
-  applyTheme();
-}
-
-function buildSettings() {
-  for (const field of FIELDS) {
-    const input = element("input", { id: `set-${field.name}`, type: "number", min: field.min, max: field.max, step: field.step,
-                                     placeholder: field.hint, inputMode: field.step === 1 ? "numeric" : "decimal" });
-    $("sampling").append(element("label", {}, field.label, input));
-  }
-}
-
-function openSettings() {
-  $("set-system").value = store.current.system;
-  $("set-key").value = store.settings.key;
-  for (const { name, hint } of FIELDS) {
-    $(`set-${name}`).value = store.settings.sampling[name] ?? "";
-    $(`set-${name}`).placeholder = served?.chat_advice[name] ?? served?.default_sampling[name] ?? hint;
-  }
-  $("settings").showModal();
-}
-
 function saveSettings() {
   const key = store.settings.key;
-  store.current.system = $("set-system").value.trim();
-  store.settings.key = $("set-key").value.trim();
-  store.settings.sampling = Object.fromEntries(FIELDS.map(({ name }) => [name, $(`set-${name}`)])
-    .filter(([, input]) => input.value !== "" && input.validity.valid).map(([name, input]) => [name, input.valueAsNumber]));
-  store.saveSettings();
-  store.save();
+  readSettings(store);
   showMessages();
   if (key !== store.settings.key) findModel();
 }
@@ -336,7 +203,7 @@ function onKey(event) {
   if (event.key === "Escape" && !$("settings").open) {
     if (document.body.classList.contains("sidebar-open")) closeSidebar(); else stop();
   } else if (event.altKey && event.code === "KeyN") { event.preventDefault(); newChat(); }
-  else if (event.altKey && event.code === "KeyS") { event.preventDefault(); openSettings(); }
+  else if (event.altKey && event.code === "KeyS") { event.preventDefault(); openSettings(store, served); }
   else if (event.key === "/" && !/INPUT|TEXTAREA/.test(document.activeElement.tagName)) { event.preventDefault(); $("input").focus(); }
 }
 
@@ -365,21 +232,19 @@ function listen() {
   $("open-sidebar").onclick = openSidebar;
   $("close-sidebar").onclick = closeSidebar;
   $("scrim").onclick = closeSidebar;
-  $("theme").onclick = nextTheme;
-  $("open-settings").onclick = openSettings;
+  $("theme").onclick = () => { nextTheme(store.settings); store.saveSettings(); };
+  $("open-settings").onclick = () => openSettings(store, served);
   $("settings").onclose = saveSettings;
   $("settings").onclick = event => { if (event.target === $("settings")) $("settings").close(); };
-  $("reset-settings").onclick = () => {
-    for (const input of $("settings").querySelectorAll("fieldset input, #set-system")) input.value = "";
-  };
+  $("reset-settings").onclick = clearFields;
   addEventListener("keydown", onKey);
   addEventListener("pagehide", () => running.forEach((_, conversation) => store.save(conversation)));
-  darkSystem.addEventListener("change", applyTheme);
+  followSystem(store.settings);
 }
 
 buildSettings();
 listen();
-applyTheme();
+applyTheme(store.settings);
 showAll();
 grow();
 findModel();

@@ -1,5 +1,7 @@
 // Markdown that models write, to DOM nodes. Text only ever becomes text nodes, so nothing a model writes can run.
 
+import { element } from "./dom.js";
+
 const FENCE = /^(\s{0,3})(`{3,}|~{3,})\s*([^`]*)$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const INLINE = new RegExp([
@@ -10,15 +12,6 @@ const INLINE = new RegExp([
   /(?<link>\[(?<label>[^\]\n]+)\]\((?<href>https?:\/\/[^\s()<>]+)\))/,
   /(?<url>https?:\/\/[^\s<>()"']*[^\s<>()"'.,;:!?])/,
 ].map(part => part.source).join("|"), "g");
-
-export function element(tag, properties = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties)) {
-    if (name in node) node[name] = value; else node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-}
 
 function inline(text) {
   const nodes = [];
