@@ -11,6 +11,7 @@ from relaxpack.runtime.async_engine import AsyncEngine, EngineClosed
 from relaxpack.runtime.engine import Engine
 from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.tokenizer import TextInfo, Tokenizer
+from tests.helpers.engine import idle
 from tests.helpers.fakes import FakeRunner
 from tests.helpers.text import byte_level_json
 from tests.helpers.waiting import DEADLINE, eventually
@@ -25,11 +26,6 @@ def tokenizer():
 
 def runner_for(tokenizer, **more):
     return FakeRunner(vocab_size=tokenizer.vocab_size, num_pages=200, **more)
-
-
-def all_pages_back(engine):
-    engine.scheduler.check()
-    return engine.scheduler.pool.num_held == 0 and not engine.has_work
 
 
 def test_threads_share_one_engine():
@@ -50,7 +46,7 @@ def test_threads_share_one_engine():
     assert len(results) == 100
     for (number, turn), piece in results.items():
         assert piece.token_ids == runner.reference_greedy([number, turn, 3], 12) and piece.finish_reason == "length"
-    assert all_pages_back(engine)
+    assert idle(engine)
 
 
 def test_asyncio_clients_and_n_outputs():
@@ -99,7 +95,7 @@ def test_stop_string_ends_the_output_at_once_and_is_never_sent(tokenizer):
     for piece in pieces:
         assert piece.text == whole[:whole.index(stop)]
         assert piece.finish_reason == "stop" and piece.stop == stop and len(piece.token_ids) <= 40
-    assert all_pages_back(engine)
+    assert idle(engine)
 
 
 def test_stop_strings_without_tokenizer_are_refused():
@@ -194,7 +190,7 @@ def test_close_drains_what_runs_and_refuses_the_rest():
     assert [s.collect()[0].finish_reason for s in streams] == ["length"] * 10
     with pytest.raises(EngineClosed, match="shutting down"):
         shared.submit([1], GREEDY)
-    assert all_pages_back(engine)
+    assert idle(engine)
 
 
 def test_close_without_draining_aborts_at_once():
@@ -212,7 +208,7 @@ def test_close_without_draining_aborts_at_once():
         closing.join(DEADLINE)
         assert not closing.is_alive() and engine.metrics.steps <= steps + 2
     assert [s.collect()[0].finish_reason for s in streams] == ["abort"] * 12
-    assert all_pages_back(engine)
+    assert idle(engine)
 
 
 def test_a_closed_event_loop_does_not_stop_the_engine():

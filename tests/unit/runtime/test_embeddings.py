@@ -12,15 +12,10 @@ from relaxpack.runtime.pooling import EmbeddingParams, Pooler
 from relaxpack.runtime.request import FinishReason
 from relaxpack.runtime.sampling_params import SamplingParams
 from tests.helpers.embedding_fake import SIZE, EmbeddingFake, reference
+from tests.helpers.engine import GREEDY, prompts_of
 from tests.helpers.fakes import FakeRunner
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 POOLINGS = ("last", "mean")
-
-
-def prompts_of(lengths, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, 97, n).tolist() for n in lengths]
 
 
 def embed(engine, prompts, **params):
