@@ -11,6 +11,7 @@ from __future__ import annotations
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.common import SHORT, finish, fragment_sizes, optional, with_handles
 from relaxpack.schedules.kernels.cuda.gemm_few import DESC, SW128
+from relaxpack.schedules.kernels.cuda.many_tile import BM, WG
 from relaxpack.weight_format import FORMATS
 from tvm.script import tirx as T
 
@@ -22,7 +23,6 @@ DESCRIPTOR = """
 __device__ __forceinline__ unsigned long long descriptor(unsigned upper, unsigned lower) {
   return (unsigned long long)upper << 32 | lower; }
 """
-BM, WG = 128, 128
 
 
 class FloatOperands:
