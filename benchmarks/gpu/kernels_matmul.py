@@ -42,9 +42,9 @@ def make(variant: dict[str, Any]) -> Any:
     from relaxpack.schedules.kernels.cuda.gemm_few import gemm_few
     from relaxpack.schedules.kernels.cuda.gemm_few_bulk import gemm_few_bulk
     from relaxpack.schedules.kernels.cuda.gemm_few_quant import gemm_few_quant
+    from relaxpack.schedules.kernels.cuda.gemm_group_columns import gemm_group_columns
     from relaxpack.schedules.kernels.cuda.gemm_many import gemm_many
     from relaxpack.schedules.kernels.cuda.gemm_mixed import gemm_mixed
-    from relaxpack.schedules.kernels.cuda.gemm_row_quant import gemm_row_quant
     from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
     from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
     from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
@@ -62,7 +62,7 @@ def make(variant: dict[str, Any]) -> Any:
     if family == "dequantize":
         return dequantize(n, k, FORMATS[variant["weight"]], dtype, name=name)
     quantised = {"quant": gemm_rows_quant, "few_quant": gemm_few_quant, "rows_bulk": gemm_rows_bulk, "mixed": gemm_mixed,
-                 "few_bulk": gemm_few_bulk, "row_quant": gemm_row_quant}
+                 "few_bulk": gemm_few_bulk, "group_columns": gemm_group_columns}
     if family in quantised:
         return quantised[family](n, k, FORMATS[variant["weight"]], dtype, out_dtype, name=name, **options)
     if family == "norm":

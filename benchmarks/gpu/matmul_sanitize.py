@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 ROWS = {"rows": (3,), "few": (9, 40), "many": (130, 200), "quant": (3,), "few_quant": (20,), "rows_bulk": (3,),
-        "mixed": (20,), "few_bulk": (11,), "row_quant": (1,)}
+        "mixed": (20,), "few_bulk": (11,), "group_columns": (1,)}
 TOLERANCE = 6e-4            # float16 outputs
 
 
@@ -45,7 +45,7 @@ def variants() -> list[dict[str, Any]]:
             half("mixed", (272, 1152), "q4_0", columns=32, split=2),
             half("few_bulk", (272, 1152), "q4_0", columns=16, warps=2, strips=1, groups=3, dependent_launch=True),
             half("few_bulk", (272, 1152), "q8_0", columns=16, warps=2, strips=2, groups=1, split=2, stages=3),
-            half("row_quant", (272, 1152), "q4_0", columns=1, warps=4, dependent_launch=True)]
+            half("group_columns", (272, 1152), "q4_0", columns=1, warps=4, dependent_launch=True)]
 
 
 def build(folder: Path) -> None:

@@ -29,7 +29,7 @@ CHAINS = (("8b", "q4_1"), ("8b", "q4_0"), ("8b", "q4_128"), ("8b", "q8_0"), ("1b
 HEADS = (("1b", None), ("8b", None), ("8b", "q4_1"), ("8b", "q4_0"), ("8b", "q8_0"))
 PARTS = ("qkv", "o", "gate_up", "down")
 ROWS = (1, 2, 4, 8)
-# Kernel, warps, unroll, then ahead ("bulk": stages), strips ("row": rows of x), blocks_per_sm.
+# Kernel, warps, unroll, then ahead ("bulk": stages), strips ("groups": rows of x), blocks_per_sm.
 Config = tuple[str, int, int, int, int, int]
 
 
@@ -45,9 +45,9 @@ def rule(n: int, k: int, swiglu: bool, weight: str | None, rows: int) -> Config:
         spec = LinearSpec(n, k, FORMATS[weight], "decode", "bfloat16", "bfloat16", max_rows=rows,
                           glu="swiglu" if swiglu else None)
         family, options = quantized_plan(spec, rows, True)
-    kernel = {"gemm_rows_bulk": "bulk", "gemm_row_quant": "row"}.get(family, "rows")
+    kernel = {"gemm_rows_bulk": "bulk", "gemm_group_columns": "groups"}.get(family, "rows")
     return (kernel, options["warps"], options["unroll"], int(options.get("stages", options.get("ahead", False))),
-            options["columns"] if kernel == "row" else options.get("strips", 1), options.get("blocks_per_sm", 0))
+            options["columns"] if kernel == "groups" else options.get("strips", 1), options.get("blocks_per_sm", 0))
 
 
 def configs(k: int, weight: str | None) -> list[Config]:
@@ -62,7 +62,7 @@ def configs(k: int, weight: str | None) -> list[Config]:
         single = [(8, 1, 0, 1, 4), (8, 1, 1, 1, 4), (8, 1, 1, 1, 3), (8, 1, 1, 1, 2), (8, 2, 0, 1, 3), (16, 1, 0, 1, 2),
                   (16, 1, 0, 1, 1), (16, 1, 1, 1, 1), (8, 2, 1, 1, 2), (14, 1, 0, 1, 2), (14, 1, 1, 1, 1), (14, 2, 0, 1, 1),
                   (7, 2, 1, 1, 2)]
-        found += [("row", *c) for c in single if c[0] * c[1] * (1 + c[2]) * 256 <= k]
+        found += [("groups", *c) for c in single if c[0] * c[1] * (1 + c[2]) * 256 <= k]
     if weight is not None:
         found += [("bulk", *c) for c in ((8, 2, 4, 1, 3), (8, 4, 2, 1, 3), (16, 2, 2, 1, 2), (16, 4, 1, 1, 2))
                   if c[0] * c[1] * 64 <= k]
@@ -74,7 +74,7 @@ def head_configs(weight: str | None) -> list[Config]:
     if weight is not None:
         found += [("rows", 8, 1, 0, 2, 4), ("rows", 8, 4, 0, 1, 3), ("bulk", 4, 4, 4, 1, 4)]
     if weight in ("q4_0", "q4_1"):
-        found += [("row", 8, 1, 1, 1, 4), ("row", 4, 2, 1, 1, 5), ("row", 8, 2, 0, 1, 3), ("row", 4, 1, 1, 1, 8)]
+        found += [("groups", 8, 1, 1, 1, 4), ("groups", 4, 2, 1, 1, 5), ("groups", 8, 2, 0, 1, 3), ("groups", 4, 1, 1, 1, 8)]
     return found
 
 
@@ -85,7 +85,7 @@ def name_of(part: str, model: str, weight: str | None, config: Config, role: str
 # --- building machine -------------------------------------------------------------------------------------------------
 
 def kernel(n: int, k: int, weight: str | None, config: Config, name: str, **options: Any) -> Any:
-    from relaxpack.schedules.kernels.cuda.gemm_row_quant import gemm_row_quant
+    from relaxpack.schedules.kernels.cuda.gemm_group_columns import gemm_group_columns
     from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
     from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
     from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
@@ -93,14 +93,14 @@ def kernel(n: int, k: int, weight: str | None, config: Config, name: str, **opti
 
     kind, warps, unroll, ahead, strips, blocks = config
     more = {"rows": {"ahead": bool(ahead), "strips": strips}, "bulk": {"stages": ahead},
-            "row": {"ahead": bool(ahead), "columns": strips}}[kind]
+            "groups": {"ahead": bool(ahead), "columns": strips}}[kind]
     common: dict[str, Any] = {"warps": warps, "unroll": unroll, "blocks_per_sm": blocks, "dependent_launch": True,
                               "name": name, **more, **options}
     out_dtype = common.pop("out_dtype", "bfloat16")
     common["glu"] = "swiglu" if common.pop("swiglu", False) else None
     if weight is None:
         return gemm_rows(n, k, "bfloat16", out_dtype, **common)
-    make = {"rows": gemm_rows_quant, "bulk": gemm_rows_bulk, "row": gemm_row_quant}[kind]
+    make = {"rows": gemm_rows_quant, "bulk": gemm_rows_bulk, "groups": gemm_group_columns}[kind]
     return make(n, k, FORMATS[weight], "bfloat16", out_dtype, **common)
 
 
@@ -130,7 +130,7 @@ def kernels() -> dict[str, tuple[Any, ...]]:
                 n, k, weight, config, {"norm_epsilon": EPSILON, "out_dtype": "float32"})
     for weight in (None, "q4_0", "q4_1", "q4_128", "q8_0", "fp8"):
         for part, (n, k) in (("o", (1072, 1088)), ("qkv", (1040, 2112)), ("gate_up", (1056, 1088))):
-            four: tuple[Config, ...] = (("row", 8, 1, 1, 1, 4), ("row", 4, 2, 0, 2, 2), ("row", 4, 1, 1, 4, 2))
+            four: tuple[Config, ...] = (("groups", 8, 1, 1, 1, 4), ("groups", 4, 2, 0, 2, 2), ("groups", 4, 1, 1, 4, 2))
             eight: tuple[Config, ...] = (("bulk", 4, 2, 2, 1, 3),) if weight is not None else ()
             for config in (("rows", 8, 2, 0, 1, 4), ("rows", 4, 2, 1, 2, 2), *eight,
                            *(four if weight in ("q4_0", "q4_1", "q4_128") else ())):

@@ -82,9 +82,10 @@ def check_variants() -> list[dict[str, Any]]:
         convert = {"convert": True} if weight.startswith("fp8") else {}
         pdl = {"dependent_launch": True}
         if weight in ("q4_0", "q4_1", "q4_k"):
-            found += [variant("row", "check", weight, (), shape=(1072, 1088), check=few[:5], out_dtype="float32", **pdl),
-                      variant("row", "check", weight, (), shape=(1072, 2048), check=few[:5], out_dtype="float32", columns=2,
-                              dtype="float16", warps=4, unroll=2, ahead=True, bias=True, glu="swiglu", residual=True, **pdl)]
+            found += [variant("groups", "check", weight, (), shape=(1072, 1088), check=few[:5], out_dtype="float32", **pdl),
+                      variant("groups", "check", weight, (), shape=(1072, 2048), check=few[:5], out_dtype="float32",
+                              columns=2, dtype="float16", warps=4, unroll=2, ahead=True, bias=True, glu="swiglu",
+                              residual=True, **pdl)]
         found += [
             variant("fewbulk", "check", weight, (), shape=(1072, 576), check=few, out_dtype="float32", columns=16),
             variant("fewbulk", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=64, warps=3,
@@ -134,16 +135,17 @@ def few_bulk_variants(linear: str, weight: str, columns: int) -> list[dict[str, 
             for scaled in ((True, False) if columns == 64 and weight == "q4_0" else (columns == 64,))]
 
 
-def row_variants(linear: str, weight: str) -> list[dict[str, Any]]:
+def group_variants(linear: str, weight: str) -> list[dict[str, Any]]:
     """1 to 4 rows: eight rows as columns of the product against fewer rows times groups."""
     from relaxpack.schedules.kernels.cuda.linear import rows_tiling
-    from relaxpack.schedules.kernels.cuda.quantized_tilings import row_tiling
+    from relaxpack.schedules.kernels.cuda.quantized_tilings import group_columns_tiling
     from relaxpack.weight_format import FORMATS
 
     n, k, _ = LINEARS[linear]
-    row = [variant("row", linear, weight, (rows,), dependent_launch=True, **row_tiling(n, k, rows)) for rows in (1, 2, 4)]
+    groups = [variant("groups", linear, weight, (rows,), dependent_launch=True, **group_columns_tiling(n, k, rows))
+              for rows in (1, 2, 4)]
     return [variant("rows", linear, weight, (1, 2, 4), dependent_launch=True, columns=8,
-                    **rows_tiling(n, k, FORMATS[weight])), *row]
+                    **rows_tiling(n, k, FORMATS[weight])), *groups]
 
 
 def timed_variants() -> list[dict[str, Any]]:
@@ -156,7 +158,7 @@ def timed_variants() -> list[dict[str, Any]]:
         for weight in ("q4_0", "q4_1", "q4_128", "q8_0", "fp8"):
             found.append(variant("dequantize", linear, weight, (0,)))
             if weight in ("q4_0", "q4_1"):
-                found += row_variants(linear, weight)
+                found += group_variants(linear, weight)
             for columns in (16, 32, 64) if weight == "q4_0" else (16, 64):
                 found += few_bulk_variants(linear, weight, columns)
                 found.append(variant("mixed", linear, weight, (columns,), dependent_launch=True,
@@ -181,8 +183,8 @@ def make(v: dict[str, Any]) -> Any:
     from relaxpack.kernel_spec import NormSpec
     from relaxpack.schedules.kernels.cuda.dequantize import dequantize
     from relaxpack.schedules.kernels.cuda.gemm_few_bulk import gemm_few_bulk
+    from relaxpack.schedules.kernels.cuda.gemm_group_columns import gemm_group_columns
     from relaxpack.schedules.kernels.cuda.gemm_mixed import gemm_mixed
-    from relaxpack.schedules.kernels.cuda.gemm_row_quant import gemm_row_quant
     from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
     from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
     from relaxpack.schedules.kernels.cuda.norm import norm
@@ -194,7 +196,7 @@ def make(v: dict[str, Any]) -> Any:
     if v["family"] == "dequantize":
         return dequantize(n, k, FORMATS[v["weight"]], v["dtype"], name=name)
     quantised = {"rows": gemm_rows_quant, "bulk": gemm_rows_bulk, "mixed": gemm_mixed, "fewbulk": gemm_few_bulk,
-                 "row": gemm_row_quant}
+                 "groups": gemm_group_columns}
     return quantised[v["family"]](n, k, FORMATS[v["weight"]], v["dtype"], v["out_dtype"], name=name, **v["options"])
 
 

@@ -131,9 +131,9 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
         return choice["warps"] >= 8 or (choice["warps"] == 4 and choice["blocks_per_sm"] == 4)
     if family == "gemm_few_quant":
         return rows > 8 and choice["split"] == 8
-    if family == "gemm_row_quant":
+    if family == "gemm_group_columns":
         return choice["unroll"] == choice["columns"] and choice["warps"] >= 7
-    if rows == 1 and spec.weight.bits == 4:             # gemm_row_quant is far ahead
+    if rows == 1 and spec.weight.bits == 4:             # gemm_group_columns is far ahead
         return False
     if family == "gemm_few_bulk":
         warps = choice["warps"] * choice["groups"] * choice["blocks_per_sm"]

@@ -16,7 +16,12 @@ from relaxpack.kernel_spec import Kernel, LinearSpec
 from relaxpack.schedules.kernels.cuda import linear
 from relaxpack.schedules.kernels.cuda.codes_fp8 import can_convert
 from relaxpack.schedules.kernels.cuda.library import LIBRARIES, library_linear, why_not
-from relaxpack.schedules.kernels.cuda.quantized_tilings import bulk_tilings, few_bulk_tilings, mixed_tilings, row_tilings
+from relaxpack.schedules.kernels.cuda.quantized_tilings import (
+    bulk_tilings,
+    few_bulk_tilings,
+    group_columns_tilings,
+    mixed_tilings,
+)
 
 from .family import KernelFamily, Part
 from .space import ListedSpace, Parameters, Space
@@ -182,7 +187,7 @@ def _quantized(spec: LinearSpec) -> Iterator[Choice]:
     if rows <= linear.UNPACK_ROWS:
         yield from ({"family": "gemm_rows_bulk", **one} for one in bulk_tilings(k, rows, weight))
     if rows <= 4 and weight.bits == 4:
-        yield from ({"family": "gemm_row_quant", **one} for one in row_tilings(k, rows))
+        yield from ({"family": "gemm_group_columns", **one} for one in group_columns_tilings(k, rows))
     if 8 < rows <= linear.UNPACK_ROWS:
         yield from ({"family": "gemm_few_bulk", **one} for one in few_bulk_tilings(n, k, rows, weight))
     yield from ({"family": "gemm_mixed", **one} for one in mixed_tilings(n, k, rows, weight))

@@ -78,7 +78,7 @@ def test_kernels_against_float64(kernels: Path, group: str, tmp_path: Path) -> N
 
 
 def test_quantised_kernels_against_float64(tmp_path: Path) -> None:
-    """gemm_few_bulk, gemm_mixed, gemm_rows_bulk and gemm_row_quant in every format. `RELAXPACK_GPU_KERNELS`:
+    """gemm_few_bulk, gemm_mixed, gemm_rows_bulk and gemm_group_columns in every format. `RELAXPACK_GPU_KERNELS`:
     `python -m benchmarks.gpu.quantised_matmul build FOLDER/quantised`."""
     pytest.importorskip("torch")
     import relaxpack.tvm_setup as setup

@@ -1,4 +1,4 @@
-"""gemm_row_quant (1, 2 or 4 rows, groups of K as columns) against float64 NumPy on the emulator: small awkward shapes,
+"""gemm_group_columns (1, 2 or 4 rows, groups of K as columns) against float64 NumPy on the emulator: small awkward shapes,
 formats, epilogues, outputs that start as NaN, inputs that only the kernel before writes. Norms: test_cuda_norm_fusion.py."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import relaxpack.tvm_setup  # noqa: F401  isort: skip
-from relaxpack.schedules.kernels.cuda.gemm_row_quant import gemm_row_quant
+from relaxpack.schedules.kernels.cuda.gemm_group_columns import gemm_group_columns
 from tests.helpers import matmul_case as case
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc to lower CUDA kernels")
@@ -31,7 +31,7 @@ def test_row(rng, name, n, k, t, dtype, mean, options):
     """Also where sums of x are large: what is taken away of the products of 16 + c must not cost accuracy."""
     weight = case.random_weight(rng, name, n, k)
     x = (case.random_array(rng, (t, k), "float32") + np.float32(mean)).astype(case.NUMPY[dtype])
-    y, reference = case.quantized_product(rng, gemm_row_quant, weight, x, options,
+    y, reference = case.quantized_product(rng, gemm_group_columns, weight, x, options,
                                           (-(-n // 16), -(-t // options.get("columns", 1))), 32 * options["warps"])
     assert case.relative_error(y, reference) < case.TOLERANCE["float32"]
 
@@ -40,5 +40,5 @@ def test_row_of_mixed_magnitudes(rng):
     """Values of x from 1e-4 to 1e15 side by side, as outliers of a residual stream are: as accurate as float32 sums."""
     weight = case.random_weight(rng, "q4_0", 32, 1024)
     x = (rng.standard_normal((1, 1024)) * 10.0 ** rng.integers(-4, 16, 1024)).astype(case.NUMPY["bfloat16"])
-    y, reference = case.quantized_product(rng, gemm_row_quant, weight, x, {"warps": 2}, (2, 1), 64)
+    y, reference = case.quantized_product(rng, gemm_group_columns, weight, x, {"warps": 2}, (2, 1), 64)
     assert case.relative_error(y, reference) < case.TOLERANCE["float32"]

@@ -11,7 +11,7 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401  isort: skip
 from relaxpack.kernel_spec import NORM_GROUP
-from relaxpack.schedules.kernels.cuda.gemm_row_quant import gemm_row_quant
+from relaxpack.schedules.kernels.cuda.gemm_group_columns import gemm_group_columns
 from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
 from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
 from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
@@ -32,7 +32,7 @@ def run(name: str, weight: Any, x: np.ndarray, y: np.ndarray, options: dict[str,
     if fmt.quantized:
         options = dict(options)
         rows = gemm_rows_bulk if options.pop("bulk", False) else gemm_rows_quant
-        func = (gemm_row_quant if options.get("columns", 8) < 8 else rows)(n, k, fmt, "bfloat16", out, **options)
+        func = (gemm_group_columns if options.get("columns", 8) < 8 else rows)(n, k, fmt, "bfloat16", out, **options)
     else:
         func, packed = gemm_rows(n, k, "bfloat16", out, **options), {"weight": packed[""]}
     if "bias" in buffers:

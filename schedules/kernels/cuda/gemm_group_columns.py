@@ -27,10 +27,10 @@ SIXTEEN = {"bfloat16": 0x4180, "float16": 0x4C00}
 TOP = {"bfloat16": 3, "float16": 6}
 
 
-def gemm_row_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str, *, columns: int = 1, warps: int = 8,
+def gemm_group_columns(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str, *, columns: int = 1, warps: int = 8,
                    unroll: int = 1, ahead: bool = False, blocks_per_sm: int = 0, bias: bool = False, residual: bool = False,
                    glu: str | None = None, norm_epsilon: float | None = None, prepares_norm: bool = False,
-                   dependent_launch: bool = False, convert: bool = False, name: str = "gemm_row_quant"):
+                   dependent_launch: bool = False, convert: bool = False, name: str = "gemm_group_columns"):
     """Buffers as in gemm_rows_quant. columns: rows of x per block, 1, 2 or 4; unroll: units of 256, 128 or 64 values of K
     (eight groups by columns) that a warp loads together; ahead: the next ones already while these are multiplied."""
     assert K % 8 == 0 and columns in (1, 2, 4) and weight.bits == 4

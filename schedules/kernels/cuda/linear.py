@@ -18,9 +18,9 @@ from relaxpack.schedules.kernels.cuda.dequantize import dequantize
 from relaxpack.schedules.kernels.cuda.gemm_few import few_body
 from relaxpack.schedules.kernels.cuda.gemm_few_bulk import gemm_few_bulk
 from relaxpack.schedules.kernels.cuda.gemm_few_quant import gemm_few_quant
+from relaxpack.schedules.kernels.cuda.gemm_group_columns import gemm_group_columns
 from relaxpack.schedules.kernels.cuda.gemm_many import many_body
 from relaxpack.schedules.kernels.cuda.gemm_mixed import gemm_mixed
-from relaxpack.schedules.kernels.cuda.gemm_row_quant import gemm_row_quant
 from relaxpack.schedules.kernels.cuda.gemm_rows import rows_body
 from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
 from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
@@ -28,7 +28,7 @@ from relaxpack.schedules.kernels.cuda.gemm_tiles import tiles_body
 from relaxpack.schedules.kernels.cuda.many_operands import e4m3_func
 from relaxpack.schedules.kernels.cuda.packing import weight_layout
 from relaxpack.schedules.kernels.cuda.quantize_rows import can_quantize, padded_columns, quantize_rows
-from relaxpack.schedules.kernels.cuda.quantized_tilings import bulk_tiling, quantized_few_tiling, row_tiling
+from relaxpack.schedules.kernels.cuda.quantized_tilings import bulk_tiling, group_columns_tiling, quantized_few_tiling
 from relaxpack.weight_format import WeightFormat
 
 MULTIPROCESSORS = 132
@@ -48,12 +48,12 @@ FAMILIES: dict[str, tuple[Callable[..., Any], str]] = {
     "gemm_rows": (rows_body, "xy"), "gemm_few": (few_body, "x"), "gemm_many": (many_body, "x"),
     "gemm_tiles": (tiles_body, "xy")}
 QUANTIZED_FAMILIES: dict[str, Callable[..., Any]] = {
-    "gemm_row_quant": gemm_row_quant, "gemm_rows_quant": gemm_rows_quant, "gemm_rows_bulk": gemm_rows_bulk,
+    "gemm_group_columns": gemm_group_columns, "gemm_rows_quant": gemm_rows_quant, "gemm_rows_bulk": gemm_rows_bulk,
     "gemm_few_quant": gemm_few_quant, "gemm_few_bulk": gemm_few_bulk, "gemm_mixed": gemm_mixed}
 Plan = tuple[str, dict[str, int]]
-NORM_FAMILIES = ("gemm_rows", "gemm_row_quant")      # families that can have a norm inside
+NORM_FAMILIES = ("gemm_rows", "gemm_group_columns")      # families that can have a norm inside
 # How the names of stages with a RowsEpilogue begin.
-KNOW_NORMS = ("gemm_rows_co", "gemm_row_quant_", "gemm_rows_quant_", "gemm_rows_bulk_")
+KNOW_NORMS = ("gemm_rows_co", "gemm_group_columns_", "gemm_rows_quant_", "gemm_rows_bulk_")
 
 
 def linear(spec: LinearSpec, arch: str, activations: str = "float") -> Kernel:
@@ -250,7 +250,7 @@ def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict
     """Kernel and options for up to UNPACK_ROWS rows of x and a packed weight."""
     n, k, weight = spec.out_features, spec.in_features, spec.weight
     if rows == 1 and weight.bits == 4:
-        return "gemm_row_quant", row_tiling(n, k, rows)
+        return "gemm_group_columns", group_columns_tiling(n, k, rows)
     if hopper and rows <= 8 and k >= 2048 and (weight.bits == 8 or weight.scale_dtype == "float32" or n > 65536):
         return "gemm_rows_bulk", bulk_tiling(n, k, rows, weight)
     if hopper and rows > 8 and _fits_tma(spec):

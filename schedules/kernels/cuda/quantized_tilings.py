@@ -19,9 +19,9 @@ def ceildiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def row_tiling(n: int, k: int, rows: int) -> Options:
-    """gemm_row_quant for 1 to 4 rows, by chains of whole layers. A short row of K is under way as a whole; a long one is cut
-    into rounds of so many warps that the last is nearly full. Registers must not spill: blocks_per_sm bounds them."""
+def group_columns_tiling(n: int, k: int, rows: int) -> Options:
+    """gemm_group_columns for 1 to 4 rows, by chains of whole layers. A short row of K is under way as a whole; a long one
+    is cut into rounds of so many warps that the last is nearly full. Registers must not spill: blocks_per_sm bounds them."""
     columns = 1 if rows == 1 else 2 if rows == 2 else 4
     units = ceildiv(k, 256)
     if units < 16:
@@ -106,8 +106,8 @@ def bulk_tilings(k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:
                            "blocks_per_sm": per_sm}
 
 
-def row_tilings(k: int, rows: int) -> Iterator[Options]:
-    """gemm_row_quant for 1 to 4 rows: no more under way than there is of K, and than registers hold."""
+def group_columns_tilings(k: int, rows: int) -> Iterator[Options]:
+    """gemm_group_columns for 1 to 4 rows: no more under way than there is of K, and than registers hold."""
     columns = 1 if rows == 1 else 2 if rows == 2 else 4
     units = ceildiv(k, 256)
     for ahead in (False, True):

@@ -18,7 +18,7 @@ from relaxpack.schedules.kernels.cuda.linear import (
     quantized_plan,
 )
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
-from relaxpack.schedules.kernels.cuda.quantized_tilings import quantized_few_tiling, row_tiling
+from relaxpack.schedules.kernels.cuda.quantized_tilings import group_columns_tiling, quantized_few_tiling
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import FORMATS
 
@@ -67,10 +67,10 @@ def test_one_row_of_4_bit_weights_has_a_kernel_of_its_own(arch):
         glu = "swiglu" if gated else None
         spec = LinearSpec(n, k, FORMATS["q4_1"], "decode", "bfloat16", "bfloat16", max_rows=1, glu=glu)
         family, options = quantized_plan(spec, 1, arch == "sm_90a")
-        assert family == "gemm_row_quant" and options["columns"] == 1
+        assert family == "gemm_group_columns" and options["columns"] == 1
         assert options["warps"] <= -(-k // 256) and options["warps"] * options["blocks_per_sm"] <= 32
-        assert quantized_plan(replace(spec, weight=FORMATS["q6_k"]), 1, arch == "sm_90a")[0] != "gemm_row_quant"
-    assert row_tiling(4096, 14336, 1)["warps"] == 14                # four full rounds
+        assert quantized_plan(replace(spec, weight=FORMATS["q6_k"]), 1, arch == "sm_90a")[0] != "gemm_group_columns"
+    assert group_columns_tiling(4096, 14336, 1)["warps"] == 14                # four full rounds
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q4_k", "q4_128", "q6_k", "q8_0", "fp8", "fp8_block"])
