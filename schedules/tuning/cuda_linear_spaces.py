@@ -16,6 +16,7 @@ from relaxpack.kernel_spec import Kernel, LinearSpec
 from relaxpack.schedules.kernels.cuda import linear
 from relaxpack.schedules.kernels.cuda.codes_fp8 import can_convert
 from relaxpack.schedules.kernels.cuda.library import LIBRARIES, library_linear, why_not
+from relaxpack.schedules.kernels.cuda.many_tile import divides
 from relaxpack.schedules.kernels.cuda.quantized_tilings import (
     bulk_tilings,
     few_bulk_tilings,
@@ -31,6 +32,7 @@ _ORDER = ("family", "columns", "strips", "warps", "unroll", "ahead", "stages", "
           "share", "blocks_per_sm", "skew", "group_m")
 ALGORITHMS = 6                   # of a library's ranking that are tried
 _TILE_START = 24                # what a tile costs beside its columns, in columns
+_NARROW = 48                    # columns of a tile that only two blocks together take
 _REGISTERS, _OTHER_REGISTERS = 65536, 32    # of a multiprocessor; what a thread needs beside the weights it loads
 
 
@@ -152,13 +154,12 @@ def _many_tilings(spec: LinearSpec) -> Iterator[Choice]:
     assert spec.max_rows is not None
     n, rows = spec.out_features, spec.max_rows
     found: list[tuple[int, int, Choice]] = []
-    for tile in linear.TILE_WIDTHS:
+    for tile in (_NARROW, *linear.TILE_WIDTHS):
         for split in (1, 2, 3, 4):
             tiles = -(-rows // 128) * -(-n // tile)
-            width = tile // split // (2 if spec.gated else 1)
-            if tile % split or width % 16 or (spec.gated and tile % 32) or (split > 1 and tiles > linear.CLUSTERS[split]):
+            if not divides(tile, split, spec.gated) or (split > 1 and tiles > linear.CLUSTERS[split]):
                 continue
-            if not linear.keeps_bits(n, tile, split):
+            if not linear.keeps_bits(n, tile, split) or (tile == _NARROW and split == 1):
                 continue
             waves = -(-tiles * split // linear.MULTIPROCESSORS)
             found.append((waves, waves * (tile // split + _TILE_START), {

@@ -50,7 +50,8 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
     sizes = ManyTile(N, K, values=operands.values, tile_n=BN, split=P, gated=gated, whole_store=whole_store,
                      tma_store=out_dtype == dtype and N // (2 if gated else 1) % 8 == 0)
     VALUES, KT, NT, S = operands.values, sizes.k_tiles, sizes.tiles, sizes.stages
-    GATES, OUT, WIDTH, BO, EB, ACC = sizes.gates, sizes.out_features, sizes.width, sizes.outputs, sizes.box, sizes.sums
+    GATES, OUT, WIDTH, STRIDE = sizes.gates, sizes.out_features, sizes.width, sizes.stride
+    BO, EB, ACC = sizes.outputs, sizes.box, sizes.sums
     tma_store, staging_shape, parts_shape = sizes.tma_store, sizes.staging_shape, sizes.parts_shape
     UPPER, LOWER = operands.weights >> 32, operands.weights & 0xFFFFFFFF
     encode, load_weights_of = operands.encode, operands.load_weights
@@ -210,7 +211,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                 words = T.alloc_buffer(words_shape, "uint32", scope="local")
                 wg = T.meta_var(wid // 4)
                 lane = T.meta_var(tx % 32)
-                first_column = T.meta_var(column0 // GATES + part * BO)
+                first_column = T.meta_var(column0 // GATES + part * (STRIDE // GATES))
                 peer: T.uint32              # clustered: empty[0] in block `lane` of the cluster; divided: a block's parts
                 if clustered:
                     T.ptx["mapa.shared::cluster.u32"](peer, T.cuda.cvta_generic_to_shared(empty.ptr_to([0])),
@@ -246,7 +247,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                 while tile < total:
                     locate()
                     if e4m3:
-                        fetch_scales(held, x, weight, row0, column0, part, tx, rows)
+                        fetch_scales(held, x, weight, row0, column0 + part * STRIDE, tx, rows)
                     for i in T.unroll(ACC):
                         c[i] = T.float32(0.0)
                     if not promoted:
@@ -276,7 +277,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                     if e4m3:
                         apply_scales(c, held, of_columns, extra, tx)
                     if bias:
-                        add_bias(c, bias_buffer, column0 + part * WIDTH, lane)
+                        add_bias(c, bias_buffer, column0 + part * STRIDE, lane)
                     if gated:
                         multiply_gate(c, extra)
                     if by_ring:

@@ -22,7 +22,7 @@ def meet():
 def exchange_of(tile: ManyTile) -> Any:
     """`exchange(c, parts, four, peer, part, tx, request)`, which meets twice: the columns of block `part`, summed over the
     cluster, to c[0 .. own_sums - 1]. `parts` takes the place of the ring, `request()` may ask for what is needed next."""
-    P, OWN = tile.split, tile.own_sums
+    P, OWN, NEXT = tile.split, tile.own_sums, tile.stride // 2      # sums of a part, and from one part to the next
 
     @T.inline
     def exchange(c, parts, four, peer, part, tx, request):
@@ -31,14 +31,14 @@ def exchange_of(tile: ManyTile) -> Any:
             T.ptx["mapa.shared::cluster.u32"](peer, T.cuda.cvta_generic_to_shared(parts.ptr_to([0])), T.uint32(p))
             if part != p:
                 for i in T.unroll(OWN // 4):
-                    o = T.meta_var(p * OWN + i * 4)
+                    o = T.meta_var(p * NEXT + i * 4)
                     slot = T.meta_var((part - T.if_then_else(part > p, 1, 0)) * (OWN // 4) + i)
                     T.ptx["st.shared::cluster.v4.f32"](
                         peer + T.Cast("uint32", (slot * CONSUMERS * WG + tx) * 16), c[o], c[o + 1], c[o + 2], c[o + 3])
         for p in T.unroll(1, P):
             if part == p:
                 for i in T.unroll(OWN):
-                    c[i] = c[p * OWN + i]
+                    c[i] = c[p * NEXT + i]
         request()
         meet()
         for i in T.unroll((P - 1) * OWN // 4):

@@ -98,10 +98,10 @@ class RowScales:
         width, held, weight_rows = self.width, self.held, operands.rows
 
         @T.inline
-        def fetch(held_scales, x, weight, row0, column0, part, tx, rows):
+        def fetch(held_scales, x, weight, row0, first, tx, rows):
             for j in T.unroll(held):
                 column = T.meta_var(tx % WG + j * WG)
-                place = T.meta_var(column0 + part * width + column)
+                place = T.meta_var(first + column)
                 held_scales[j] = T.float32(0)
                 if T.And(column < width, place < weight_rows):
                     held_scales[j] = weight[1][place]

@@ -9,18 +9,27 @@ SHARED_LIMIT = 227 * 1024
 BOX_SWIZZLE = {64: 3, 32: 2, 16: 1}         # columns of a store box → swizzle of its rows of 128, 64 or 32 bytes
 
 
+def divides(tile_n: int, split: int, gated: bool) -> bool:
+    """Whether `split` blocks can share the columns of a tile: parts of whole boxes, of which two may overlap."""
+    step = 32 if gated else 16
+    return tile_n % step == 0 and (split <= 2 or tile_n % (step * split) == 0)
+
+
 class ManyTile:
-    """BM x `tile_n` of y[t, N], of which each of `split` blocks along K brings `width` columns to their end. `values`: of K
-    in a k tile; `tma_store`: y leaves by TMA, with `whole_store` a tile at once, which takes shared memory from the ring."""
+    """BM x `tile_n` of y[t, N], of which each of `split` blocks along K brings `width` columns to their end, the next one
+    from `stride` columns further on. Two halves may overlap, where a tile is not twice a whole number of boxes: both blocks
+    then store the columns between, with the same bits, since a + b is b + a. `values`: of K in a k tile; `tma_store`: y leaves by TMA, with `whole_store` a tile at once, which takes shared memory from the ring."""
 
     def __init__(self, N: int, K: int, *, values: int, tile_n: int, split: int, gated: bool, tma_store: bool,
                  whole_store: bool) -> None:
         self.columns, self.split, self.gates = tile_n, split, 2 if gated else 1
         self.out_features = N // self.gates
-        self.width = tile_n // split
+        step = 16 * self.gates
+        self.width = -(-tile_n // (step * split)) * step
+        self.stride = tile_n - self.width if split == 2 else self.width
         self.outputs = self.width // self.gates                 # columns of y that a block stores
         assert tile_n <= 256 and 1 <= split <= 8 and N % (8 * self.gates) == 0 and K % 8 == 0
-        assert self.outputs * split == tile_n // self.gates and self.outputs % 16 == 0
+        assert divides(tile_n, split, gated)
         self.sums, self.own_sums = 64 * tile_n // WG, 64 * self.width // WG     # of a thread: of the tile, of its part
         self.k_tiles, self.tiles = -(-K // values), -(-N // tile_n)
         self.tma_store, self.whole_store = tma_store, whole_store and tma_store
