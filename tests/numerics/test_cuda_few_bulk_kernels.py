@@ -29,6 +29,12 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
     ("q4_0", 80, 576, 11, "bfloat16", {"warps": 2, "strips": 2, "groups": 2, "stages": 3, "scaled": True}),
     ("q4_1", 80, 448, 3, "bfloat16", {"columns": 8, "warps": 2, "strips": 1, "groups": 1, "split": 2, "scaled": True}),
     ("fp8", 72, 328, 3, "bfloat16", {"columns": 8, "warps": 1, "strips": 2, "groups": 2, "scaled": True}),
+    ("q4_0", 80, 576, 11, "bfloat16", {"warps": 2, "strips": 2, "groups": 2, "stages": 3, "feeders": 2,
+                                       "dependent_launch": True}),
+    ("q4_1", 144, 640, 19, "float16", {"columns": 24, "warps": 3, "strips": 1, "groups": 2, "split": 2, "glu": "swiglu",
+                                       "bias": True, "residual": True, "dependent_launch": True, "feeders": 3}),
+    ("q6_k", 64, 712, 5, "bfloat16", {"columns": 8, "warps": 1, "strips": 2, "groups": 1, "feeders": 3, "scaled": True}),
+    ("fp8", 72, 448, 3, "bfloat16", {"columns": 8, "warps": 1, "strips": 2, "groups": 2, "feeders": 2}),
 ])
 def test_few_bulk(rng, name, n, k, t, dtype, options):
     """Exact codes and float32 scales: float32 accuracy. `scaled` multiplies what codes_scaled.py makes of the weights."""
@@ -36,5 +42,6 @@ def test_few_bulk(rng, name, n, k, t, dtype, options):
     tiles = -(-n // (16 * options["warps"] * options["strips"])) * -(-t // options.get("columns", 16))
     y, reference = case.quantized_product(
         rng, gemm_few_bulk, weight, x, options, (tiles * options.get("split", 1),),
-        32 * (options["warps"] * options["groups"] + 1), scaled_weights(weight, dtype) if options.get("scaled") else None)
+        32 * (options["warps"] * options["groups"] + options.get("feeders", 1)),
+        scaled_weights(weight, dtype) if options.get("scaled") else None)
     assert case.relative_error(y, reference) < case.TOLERANCE["float32"]

@@ -68,7 +68,7 @@ def test_quantized_rows_are_those_of_the_definition(rng, k, dtype):
     (136, 1096, 130, "bfloat16", {"tile_n": 64, "split": 2, "promote": 1, "dependent_launch": True}),
     (112, 1000, 40, "bfloat16", {"tile_n": 128, "split": 4, "glu": "geglu", "bias": True, "residual": True}),
     (96, 712, 20, "float32", {"tile_n": 48, "split": 3, "promote": 1, "residual": True}),
-    (120, 1096, 20, "bfloat16", {"tile_n": 80, "split": 2, "promote": 2, "bias": True, "residual": True}),    # halves overlap
+    (120, 1096, 20, "bfloat16", {"tile_n": 80, "split": 2, "promote": 2, "bias": True, "residual": True}),  # halves overlap
 ])
 def test_product_of_codes(rng, n, k, t, out_dtype, options):
     glu, split = options.get("glu"), options.get("split", 1)

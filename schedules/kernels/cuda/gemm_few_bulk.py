@@ -1,6 +1,7 @@
 """Matmul y[t, N] = x[t, K] W[N, K]^T for 4-bit, 8-bit and fp8 weights and 9 to 64 rows on Hopper: the sums of
 gemm_rows_quant.py (exact codes on mma.m16n8k16, scales applied to the float32 sums of each group), but a producer warp
-brings weights and x by TMA through one ring of stages, so neither waits for products and x is read once per block.
+brings weights and x by TMA through one ring of stages, so neither waits for products and x is read once per block. One
+thread takes 60 to 70 cycles for each copy it asks for, so `feeders` warps can share that.
 
 The warps of a block are `groups` times `warps`: a group takes every groups-th stage of K, its warps own `strips` blocks of
 16 weight rows each. Barriers are per stage, so a warp meets others only at the end, where groups, and the `split` blocks of
@@ -21,6 +22,7 @@ from relaxpack.weight_format import WHOLE_ROW, WeightFormat
 from tvm.script import tirx as T
 
 U = CHUNKS                      # chunks of 64 values of K per stage
+TMA_LOAD_3D = TMA_LOAD.replace("2d", "3d")
 
 
 def stage_bytes(weight: WeightFormat, columns: int, strips: int) -> int:
@@ -40,25 +42,29 @@ def stages_that_fit(weight: WeightFormat, columns: int, warps: int, strips: int,
 
 def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str, *, columns: int = 16, warps: int = 2,
                   strips: int = 2, groups: int = 4, split: int = 1, stages: int = 48, blocks_per_sm: int = 1,
-                  scaled: bool = False, bias: bool = False, residual: bool = False, glu: str | None = None,
+                  scaled: bool = False, feeders: int = 1, bias: bool = False, residual: bool = False, glu: str | None = None,
                   dependent_launch: bool = False, convert: bool = False, name: str = "gemm_few_bulk"):
     """Buffers as in gemm_rows_quant. columns: rows of x per block (multiple of 8); stages: of 128 values of K under way, at
-    most what fits `blocks_per_sm` blocks; the other options are explained above."""
+    most what fits `blocks_per_sm` blocks; feeders: 1, 2 (one for weights, one for x) or 3 (codes, scales with minimums, x);
+    the other options are explained above."""
     gated = glu is not None
     assert N % 8 == 0 and K % 8 == 0 and columns % 8 == 0 and columns <= 256 and 1 <= split <= 8
-    assert not gated or N % 16 == 0
+    assert (not gated or N % 16 == 0) and 1 <= feeders <= (2 if weight.group_size == WHOLE_ROW else 3)
     STRIPS, KC = -(-N // 16), -(-K // 64)
     F = codes_of(weight, dtype, KC, convert)
     NB, NT, W, R, G, S = columns, columns // 8, warps, strips, groups, split
     BS, BM = W * R, W * R * 16                      # strips and weight rows of a block
     KT, TILES = -(-KC // U), -(-STRIPS // BS)
-    THREADS = (W * G + 1) * 32
+    THREADS = (W * G + feeders) * 32
+    shared_feed, whole_box = feeders > 1, feeders > 1 and K % 64 == 0      # x of a stage in one box
     Q = ScaledCodes(weight, dtype, convert)
     whole_row, stored, LANE, CW, SW = Q.whole_row, Q.stored, Q.lane_words, Q.code_words, Q.scale_words
     SCALES = -(-BS * SW // 32) * 32 or 1            # of a stage: every TMA box begins at a multiple of 128 bytes
     assert BS <= 256
-    tiles = PackedTiles(Q, STRIPS, KC, BS, NB * U * 64 * 2)
-    map_codes, map_scales, load_weights = tiles.map_codes, tiles.map_scales, tiles.load
+    X_BYTES = NB * U * 64 * 2
+    tiles = PackedTiles(Q, STRIPS, KC, BS, 0 if shared_feed else X_BYTES)
+    map_codes, map_scales = tiles.map_codes, tiles.map_scales
+    load_all_weights = tiles.load
     # A stage belongs to one group: of another one's phases a group could not tell the last but one from the next.
     D = min(stages_that_fit(weight, columns, warps, strips, groups, blocks_per_sm), stages, max(-(-KT // S), G)) // G * G
     E = SplitEpilogue(dtype, out_dtype, out_features=N // 2 if gated else N, rows=BM, columns=NB, split=S, threads=THREADS,
@@ -73,8 +79,12 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
     @T.inline
     def body(x, codes, scales, minimums, bias_buffer, residual_buffer, y, t):
         x_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        T.call_packed("runtime.cuTensorMapEncodeTiled", x_map, dtype, 2, x.data,
-                      K, t, K * 2, 64, NB, 1, 1, 0, SW128, 3, 0)
+        if whole_box:
+            T.call_packed("runtime.cuTensorMapEncodeTiled", x_map, dtype, 3, x.data,
+                          64, t, KC, K * 2, 128, 64, NB, U, 1, 1, 1, 0, SW128, 3, 0)
+        else:
+            T.call_packed("runtime.cuTensorMapEncodeTiled", x_map, dtype, 2, x.data,
+                          K, t, K * 2, 64, NB, 1, 1, 0, SW128, 3, 0)
         c_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
         map_codes(c_map, codes)
         if not whole_row:
@@ -87,7 +97,7 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
         with device():
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": blocks_per_sm})
             ids = T.meta_var(block_ids(TILES * T.Cast("int32", T.ceildiv(t, NB)), S))
-            wid = T.warp_id([W * G + 1])
+            wid = T.warp_id([W * G + feeders])
             tx = T.thread_id([THREADS])
             lane = T.meta_var(tx % 32)
             g = T.meta_var(lane // 4)
@@ -111,30 +121,77 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
             count = (part + 1) * KT // S - start
             if tx == 0:
                 for s in T.unroll(D):
-                    T.ptx.mbarrier.init.shared.b64(full.ptr_to([s]), T.uint32(1))
+                    T.ptx.mbarrier.init.shared.b64(full.ptr_to([s]), T.uint32(feeders))
                     T.ptx.mbarrier.init.shared.b64(empty.ptr_to([s]), T.uint32(W))
                 T.ptx.fence.proxy.async_.shared__cta()
             T.cuda.cta_sync()
 
             @T.inline
             def load_x(slot, stage):
-                for u in T.unroll(U):
-                    T.ptx[TMA_LOAD](Xs.ptr_to([slot, u * (NB * 64)]), T.address_of(x_map), (stage * U + u) * 64, first_row,
-                                    full.ptr_to([slot]), T.uint64(EVICT_LAST))
+                if shared_feed:
+                    T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([slot]), T.uint32(X_BYTES))
+                if whole_box:
+                    T.ptx[TMA_LOAD_3D](Xs.ptr_to([slot, 0]), T.address_of(x_map), 0, first_row, stage * U,
+                                       full.ptr_to([slot]), T.uint64(EVICT_LAST))
+                else:
+                    for u in T.unroll(U):
+                        T.ptx[TMA_LOAD](Xs.ptr_to([slot, u * (NB * 64)]), T.address_of(x_map), (stage * U + u) * 64,
+                                        first_row, full.ptr_to([slot]), T.uint64(EVICT_LAST))
 
-            if wid == W * G:
+            @T.inline
+            def begin(load):
+                for i in T.serial(T.min(count, D)):
+                    load(i, start + i)
+
+            @T.inline
+            def go_on(load):
+                for j in T.serial(T.max(count - D, 0)):
+                    T.cuda.mbarrier_wait(empty.ptr_to([j % D]), j // D % 2)
+                    load(j % D, start + j + D)
+
+            @T.inline
+            def load_weights(slot, stage):
+                load_all_weights(slot, stage, tile, full, maps, Cs, Ss, Ms)
+
+            @T.inline
+            def load_codes_alone(slot, stage):
+                tiles.load_codes(slot, stage, tile, full, maps, Cs, Ss, Ms)
+
+            @T.inline
+            def load_scales_alone(slot, stage):
+                tiles.load_scales(slot, stage, tile, full, maps, Cs, Ss, Ms)
+
+            @T.inline
+            def load_both(slot, stage):
+                load_weights(slot, stage)
+                load_x(slot, stage)
+
+            @T.inline
+            def wait_for_x():
+                if dependent_launch:
+                    T.ptx["griddepcontrol.launch_dependents"]()
+                    T.ptx["griddepcontrol.wait"]()
+
+            if wid >= W * G:
                 if lane == 0:
-                    for i in T.serial(T.min(count, D)):         # weights do not depend on the kernel before
-                        load_weights(i, start + i, tile, full, maps, Cs, Ss, Ms)
-                    if dependent_launch:
-                        T.ptx["griddepcontrol.launch_dependents"]()
-                        T.ptx["griddepcontrol.wait"]()
-                    for i in T.serial(T.min(count, D)):
-                        load_x(i, start + i)
-                    for j in T.serial(T.max(count - D, 0)):
-                        T.cuda.mbarrier_wait(empty.ptr_to([j % D]), j // D % 2)
-                        load_weights(j % D, start + j + D, tile, full, maps, Cs, Ss, Ms)
-                        load_x(j % D, start + j + D)
+                    if feeders == 1:
+                        begin(load_weights)                     # weights do not depend on the kernel before
+                        wait_for_x()
+                        begin(load_x)
+                        go_on(load_both)
+                    elif wid == W * G + feeders - 1:
+                        wait_for_x()
+                        begin(load_x)
+                        go_on(load_x)
+                    elif feeders == 2:
+                        begin(load_weights)
+                        go_on(load_weights)
+                    elif wid == W * G:
+                        begin(load_codes_alone)
+                        go_on(load_codes_alone)
+                    else:
+                        begin(load_scales_alone)
+                        go_on(load_scales_alone)
                 T.cuda.warp_sync()
                 T.ptx["bar.sync"](T.uint32(1), T.uint32(THREADS))
             else:

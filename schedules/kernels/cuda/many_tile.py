@@ -18,7 +18,8 @@ def divides(tile_n: int, split: int, gated: bool) -> bool:
 class ManyTile:
     """BM x `tile_n` of y[t, N], of which each of `split` blocks along K brings `width` columns to their end, the next one
     from `stride` columns further on. Two halves may overlap, where a tile is not twice a whole number of boxes: both blocks
-    then store the columns between, with the same bits, since a + b is b + a. `values`: of K in a k tile; `tma_store`: y leaves by TMA, with `whole_store` a tile at once, which takes shared memory from the ring."""
+    then store the columns between, with the same bits, since a + b is b + a. `values`: of K in a k tile; `tma_store`: y
+    leaves by TMA, with `whole_store` a tile at once, which takes shared memory from the ring."""
 
     def __init__(self, N: int, K: int, *, values: int, tile_n: int, split: int, gated: bool, tma_store: bool,
                  whole_store: bool) -> None:

@@ -19,7 +19,7 @@ class PackedTiles:
         BOX = min(CW, 256)                              # words of a TMA box
         code_columns, scale_columns = chunks * codes.weight.bits * 32, codes.scale_columns(chunks)
         stored, whole_row = codes.stored, codes.whole_row
-        stage_bytes = strips * (CW + SW * (2 if stored else 1)) * 4 + beside
+        code_bytes, scale_bytes = strips * CW * 4, strips * SW * (2 if stored else 1) * 4
 
         @T.inline
         def map_codes(tensormap, buffer):
@@ -32,12 +32,17 @@ class PackedTiles:
                           scale_columns, in_all, scale_columns * 4, SW, strips, 1, 1, 0, 0, 3, 0)
 
         @T.inline
-        def load(slot, stage, tile, full, maps, Cs, Ss, Ms):
-            """`maps`: of codes, scales and minimums, as far as there are any; `full`: the barriers of the ring."""
-            T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([slot]), T.uint32(stage_bytes))
+        def expect(full, slot, size):
+            T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([slot]), T.uint32(size))
+
+        @T.inline
+        def copy_codes(slot, stage, tile, full, maps, Cs):
             for e in T.unroll(CW // BOX):
                 T.ptx[TMA_LOAD](Cs.ptr_to([slot, e * (strips * BOX)]), T.address_of(maps[0]), stage * CW + e * BOX,
                                 tile * strips, full.ptr_to([slot]), T.uint64(EVICT_FIRST))
+
+        @T.inline
+        def copy_scales(slot, stage, tile, full, maps, Ss, Ms):
             if not whole_row:
                 T.ptx[TMA_LOAD](Ss.ptr_to([slot, 0]), T.address_of(maps[1]), stage * SW, tile * strips, full.ptr_to([slot]),
                                 T.uint64(EVICT_FIRST))
@@ -45,4 +50,24 @@ class PackedTiles:
                 T.ptx[TMA_LOAD](Ms.ptr_to([slot, 0]), T.address_of(maps[2]), stage * SW, tile * strips, full.ptr_to([slot]),
                                 T.uint64(EVICT_FIRST))
 
-        self.map_codes, self.map_scales, self.load = map_codes, map_scales, load
+        @T.inline
+        def load(slot, stage, tile, full, maps, Cs, Ss, Ms):
+            """`maps`: of codes, scales and minimums, as far as there are any; `full`: the barriers of the ring."""
+            expect(full, slot, code_bytes + scale_bytes + beside)
+            copy_codes(slot, stage, tile, full, maps, Cs)
+            copy_scales(slot, stage, tile, full, maps, Ss, Ms)
+
+        @T.inline
+        def load_codes(slot, stage, tile, full, maps, Cs, Ss, Ms):
+            """The codes alone, as an arrival of their own."""
+            expect(full, slot, code_bytes)
+            copy_codes(slot, stage, tile, full, maps, Cs)
+
+        @T.inline
+        def load_scales(slot, stage, tile, full, maps, Cs, Ss, Ms):
+            """The scales and minimums alone."""
+            expect(full, slot, scale_bytes)
+            copy_scales(slot, stage, tile, full, maps, Ss, Ms)
+
+        self.map_codes, self.map_scales = map_codes, map_scales
+        self.load, self.load_codes, self.load_scales = load, load_codes, load_scales
