@@ -52,15 +52,20 @@ def bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
 
 
 def quantized_few_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> tuple[str, Options]:
-    """Kernel and tiling for 9 to 64 rows. gemm_few_bulk: one wave of blocks, each with all of K where that is short; its
-    groups of warps are as many as registers allow. gemm_mixed is the faster one for many weight rows and more than 32 rows
+    """Kernel and tiling for 9 to 64 rows. gemm_mixed is faster than gemm_few_bulk for many weight rows and more than 32 rows
     of x, and for up to 16 rows where K is long, but for q4_0, which gemm_rows_bulk multiplies fastest. It also keeps fp8:
     gemm_few_bulk has not run on a GPU with the order that fp8 codes have now."""
-    columns, total = -(-rows // 8) * 8, ceildiv(n, 16)
+    total = ceildiv(n, 16)
     if weight.e4m3 or (rows > 32 and total > 4 * MULTIPROCESSORS) or (rows <= 16 and k > 8192):
         if rows <= 16 and weight.bits == 4 and weight.minimum == "-8*scale":
             return "gemm_rows_bulk", {"columns": 16, "warps": 8, "unroll": 2, "stages": 4, "blocks_per_sm": 2}
         return "gemm_mixed", mixed_tiling(n, k, rows, weight)
+    return "gemm_few_bulk", few_bulk_tiling(n, k, rows, weight)
+
+
+def few_bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
+    """One wave of blocks, each with all of K where that is short; as many groups of warps as registers allow."""
+    columns, total = -(-rows // 8) * 8, ceildiv(n, 16)
     strips, split, per_sm = 1, 1, 1
     if total > 8 * MULTIPROCESSORS:
         warps, strips, groups, per_sm = 4, 2, 2 if rows <= 16 else 1, 2
@@ -76,8 +81,8 @@ def quantized_few_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> tup
             groups = max(1, min((15 if rows <= 32 else 12) // warps, ceildiv(k, 256)))
     while groups > 1 and stages_that_fit(weight, columns, warps, strips, groups, per_sm) < 2 * groups:
         groups -= 1
-    return "gemm_few_bulk", {"columns": columns, "strips": strips, "warps": warps, "split": split, "blocks_per_sm": per_sm,
-                             "groups": groups, "scaled": rows > 32}
+    return {"columns": columns, "strips": strips, "warps": warps, "split": split, "blocks_per_sm": per_sm,
+            "groups": groups, "scaled": rows > 32}
 
 
 def mixed_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
