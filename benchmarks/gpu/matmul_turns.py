@@ -1,6 +1,6 @@
 """Tilings of the Hopper matmuls against each other and cuBLAS (torch), in turns, so that all see the same clocks.
 
-    python -m benchmarks.gpu.matmul_turns build FOLDER                  # anywhere with nvcc, no GPU needed
+    python -m benchmarks.gpu.matmul_turns build FOLDER [--set shortfalls]           # anywhere with nvcc, no GPU needed
     python benchmarks/gpu/matmul_turns.py run FOLDER --out OUT.json --limit 90      # on the GPU: TVM's runtime and torch
 
 An item is one matmul of one model at one number of rows. Every kernel is first compared with float64 (poisoned output, an
@@ -94,6 +94,40 @@ def items() -> list[dict[str, Any]]:
             if rows in (128, 512, 2048, 4096) and linear.split(".")[1] != "qkv":
                 found.append({"linear": linear, "rows": rows, "extra": "epilogue",
                               "options": list(epilogue_candidates(linear, rows))})
+    return with_variants(found)
+
+
+# What docs/kernels_cuda.md predicts and no GPU has run: columns and pieces of K of gemm_many, by matmul and rows.
+OVERLAPPING = {("7b.qkv", 96): (80, 2), ("7b.qkv", 128): (80, 2), ("7b.down", 192): (112, 2), ("7b.down", 256): (112, 2),
+               ("7b.down", 384): (176, 2), ("7b.o", 256): (112, 2), ("1b.qkv", 128): (48, 2), ("1b.o", 128): (48, 2),
+               ("1b.down", 128): (48, 2)}
+# Of gemm_many, for the down projection of the 8B with its residual, where K is long and power the limit.
+DOWN_OPTIONS: list[dict[str, Any]] = [{}, {"skew": 1}, {"group_m": 16}, {"whole_store": True}, {"cluster": 2},
+                                      {"whole_store": True, "skew": 1}]
+
+
+def shortfall_items() -> list[dict[str, Any]]:
+    """The rule's choice beside what may be faster; the down projection also without its residual, so that its cost is known."""
+    from relaxpack.schedules.kernels.cuda.linear import hopper_plan
+
+    def rule(linear: str, rows: int) -> dict[str, Any]:
+        n, k, _ = LINEARS[linear]
+        family, options = hopper_plan(n, k, rows, False)
+        return {"family": family.removeprefix("gemm_"), **options}
+
+    found = [{"linear": linear, "rows": rows, "extra": "",
+              "options": [rule(linear, rows), {"family": "many", "tile_n": width, "split": split}]}
+             for (linear, rows), (width, split) in OVERLAPPING.items()]
+    for rows in (512, 1024, 2048, 4096):
+        plain = rule("8b.down", rows)
+        found.append({"linear": "8b.down", "rows": rows, "extra": "", "options": [plain]})
+        found.append({"linear": "8b.down", "rows": rows, "extra": "epilogue",
+                      "options": [{**plain, "residual": True, **more} for more in DOWN_OPTIONS
+                                  if "split" not in plain or not {"skew", "cluster"} & set(more)]})
+    return with_variants(found)
+
+
+def with_variants(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for item in found:
         n, k, _ = LINEARS[item["linear"]]
         made = [variant(one["family"], (n, k), linear=item["linear"], dependent_launch=True,
@@ -105,10 +139,12 @@ def items() -> list[dict[str, Any]]:
 
 # ---- building machine ----
 
-def build(folder: Path, per_module: int = 16) -> None:
+SETS: dict[str, Callable[[], list[dict[str, Any]]]] = {"all": items, "shortfalls": shortfall_items}
+
+
+def build(folder: Path, todo: list[dict[str, Any]], per_module: int = 16) -> None:
     from benchmarks.gpu.kernels_matmul import compile_parts, make, spilling
 
-    todo = items()
     makers = {one["name"]: partial(make, one) for item in todo for one in item["variants"]}
     made = compile_parts(folder, "turns", makers, per_module)
     place = {name: kernel["library"] for name, kernel in made.items()}
@@ -372,10 +408,11 @@ def main() -> int:
     parser.add_argument("command", choices=["build", "run", "child", "report"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, default=Path("matmul-turns.json"))
+    parser.add_argument("--set", choices=SETS, default="all", help="of items, for build")
     parser.add_argument("--limit", type=float, default=90, help="seconds")
     options = parser.parse_args()
     if options.command == "build":
-        build(options.folder)
+        build(options.folder, SETS[options.set]())
         return 0
     if options.command == "report":
         report(json.loads(options.out.read_text()))

@@ -1,6 +1,6 @@
 """Checks and times the matmuls of quantised weights on one GPU, variants side by side, and cuBLAS in bf16 in the same run.
 
-    python -m benchmarks.gpu.quantised_matmul build FOLDER                            # anywhere with nvcc, no GPU needed
+    python -m benchmarks.gpu.quantised_matmul build FOLDER [--set shortfalls]         # anywhere with nvcc, no GPU needed
     python benchmarks/gpu/quantised_matmul.py run FOLDER --out DIR [--limit SECONDS]  # on the GPU: TVM runtime and torch
 
 Numbers first: every kernel against float64 with poisoned outputs, `mixed` kernels with the weights that they make of codes.
@@ -21,25 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.kernels_matmul import TOLERANCE, Bench, compile_parts, exact, spilling
 from benchmarks.gpu.matmul_variants import LINEARS
+from benchmarks.gpu.quantised_variants import SETS
 
 PER_MODULE = 16
 CHAIN_PARTS = ("qkv", "o", "gate_up", "down")
 CHAIN_LAYERS = 8
 SAME = 6e-3             # a bf16 result against the weight rounded to bf16
-
-
-def variant(family: str, linear: str, weight: str | None, rows: tuple[int, ...], *, dtype: str = "bfloat16",
-            out_dtype: str | None = None, shape: tuple[int, int] | None = None, check: tuple[int, ...] = (),
-            **options: Any) -> dict[str, Any]:
-    n, k, gated = (*shape, False) if shape else LINEARS[linear]
-    if gated:
-        options["glu"] = "swiglu"
-    if linear.endswith("head"):
-        out_dtype = "float32"
-    marks = "_".join(f"{key[:3]}{value if isinstance(value, str) else int(value)}" for key, value in options.items())
-    name = "_".join(filter(None, [family, weight or "", f"{n}x{k}", dtype[:2], (out_dtype or dtype)[:2], marks]))
-    return {"name": name, "family": family, "linear": linear, "n": n, "k": k, "weight": weight, "dtype": dtype,
-            "out_dtype": out_dtype or dtype, "rows": list(rows), "check": list(check), "options": options}
 
 
 def scaled_weights(weight: Any, dtype: str) -> Any:
@@ -71,112 +58,6 @@ def scaled_weights(weight: Any, dtype: str) -> Any:
         codes, least = codes - middle, rounded(least + middle * scale)
     upper = rounded(scale)
     return rounded(codes * upper + rounded(codes * rounded(scale - upper) + least)).astype(np.float32)
-
-
-# --- what is built ----------------------------------------------------------------------------------------------------
-
-def check_variants() -> list[dict[str, Any]]:
-    found = []
-    few = (1, 3, 8, 9, 17, 33, 64, 65, 130, 200)
-    for weight in ("q4_0", "q4_1", "q4_k", "q4_128", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "fp8", "fp8_block"):
-        convert = {"convert": True} if weight.startswith("fp8") else {}
-        pdl = {"dependent_launch": True}
-        if weight in ("q4_0", "q4_1", "q4_k"):
-            found += [variant("groups", "check", weight, (), shape=(1072, 1088), check=few[:5], out_dtype="float32", **pdl),
-                      variant("groups", "check", weight, (), shape=(1072, 2048), check=few[:5], out_dtype="float32",
-                              columns=2, dtype="float16", warps=4, unroll=2, ahead=True, bias=True, glu="swiglu",
-                              residual=True, **pdl)]
-        found += [
-            variant("fewbulk", "check", weight, (), shape=(1072, 576), check=few, out_dtype="float32", columns=16),
-            variant("fewbulk", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=64, warps=3,
-                    groups=2, split=3, residual=True, scaled=True, **pdl),
-            variant("fewbulk", "check", weight, (), shape=(1072, 1088), check=few, dtype="float16", out_dtype="float32",
-                    columns=32, warps=3, strips=1, groups=2, split=4, blocks_per_sm=2, bias=True, glu="swiglu", **pdl,
-                    **convert),
-            variant("fewbulk", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=24, warps=7,
-                    strips=2, groups=1, glu="swiglu", bias=True, residual=True, **pdl),
-            variant("mixed", "check", weight, (), shape=(1072, 576), check=few, out_dtype="float32", columns=16),
-            variant("mixed", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=64, strips=2,
-                    split=3, blocks_per_sm=1, residual=True, **pdl),
-            variant("mixed", "check", weight, (), shape=(1072, 1088), check=few, dtype="float16", out_dtype="float32",
-                    columns=32, split=4, bias=True, glu="swiglu", **pdl, **convert),
-            variant("bulk", "check", weight, (), shape=(1072, 1088), check=few[:5], out_dtype="float32", **pdl),
-            variant("bulk", "check", weight, (), shape=(1072, 2048), check=few[:5], out_dtype="float32", dtype="float16",
-                    columns=16, warps=4, unroll=2, stages=3, bias=True, glu="swiglu", residual=True, **pdl, **convert)]
-    found += [variant("mixed", "check", "q4_1", (), shape=(1072, 2048), check=few, out_dtype="float32", columns=128,
-                      blocks_per_sm=1, consumers=2, glu="swiglu", bias=True, residual=True),
-              variant("mixed", "check", "q4_0", (), shape=(1072, 2048), check=few, columns=256, blocks_per_sm=1),
-              variant("mixed", "check", "q4_0", (), shape=(1072, 2048), check=few, out_dtype="float32", columns=64,
-                      blocks_per_sm=1, consumers=4, split=2, dependent_launch=True),
-              variant("mixed", "check", "q8_0", (), shape=(1072, 2048), check=few[:5], columns=8, consumers=1, split=8)]
-    return found
-
-
-# warps, strips, groups, split, blocks_per_sm of gemm_few_bulk, by matmul and rows of x (at most)
-FEW_BULK = {
-    ("8b.gate_up", 16): [(4, 2, 2, 1, 2), (4, 2, 1, 1, 2), (7, 2, 3, 1, 1)],
-    ("8b.gate_up", 32): [(4, 2, 1, 1, 2)],
-    ("8b.qkv", 16): [(3, 1, 5, 1, 1), (3, 1, 7, 1, 1), (1, 3, 7, 1, 1), (1, 3, 11, 1, 1)],
-    ("8b.qkv", 32): [(3, 1, 5, 1, 1), (3, 1, 7, 1, 1)],
-    ("8b.qkv", 64): [(3, 1, 5, 1, 1), (3, 1, 4, 1, 1)],
-    ("8b.o", 16): [(2, 1, 7, 1, 1), (2, 1, 11, 1, 1), (2, 2, 5, 2, 1)],
-    ("8b.o", 32): [(2, 2, 3, 2, 1), (2, 1, 7, 1, 1)],
-    ("8b.o", 64): [(2, 1, 5, 1, 1), (2, 1, 6, 1, 1), (4, 1, 3, 2, 1), (2, 2, 3, 2, 1)],
-    ("8b.down", 16): [(4, 2, 1, 4, 2), (2, 1, 11, 1, 1), (2, 1, 7, 1, 1), (2, 2, 7, 2, 1), (4, 1, 5, 2, 1), (4, 2, 2, 4, 2)],
-    ("8b.down", 32): [(2, 2, 3, 2, 1), (2, 1, 7, 1, 1), (4, 1, 3, 2, 1)],
-    ("8b.down", 64): [(2, 2, 3, 2, 1), (2, 1, 6, 1, 1), (4, 1, 3, 2, 1)]}
-
-
-def few_bulk_variants(linear: str, weight: str, columns: int) -> list[dict[str, Any]]:
-    shapes = FEW_BULK.get((linear, columns), [])
-    return [variant("fewbulk", linear, weight, (columns,), columns=columns, warps=w, strips=r, groups=g, split=s,
-                    blocks_per_sm=b, scaled=scaled, dependent_launch=True)
-            for w, r, g, s, b in (shapes if weight == "q4_0" else shapes[:2] if columns == 16 else shapes[:3:2])
-            for scaled in ((True, False) if columns == 64 and weight == "q4_0" else (columns == 64,))]
-
-
-def group_variants(linear: str, weight: str) -> list[dict[str, Any]]:
-    """1 to 4 rows: eight rows as columns of the product against fewer rows times groups."""
-    from relaxpack.schedules.kernels.cuda.linear import rows_tiling
-    from relaxpack.schedules.kernels.cuda.quantized_tilings import group_columns_tiling
-    from relaxpack.weight_format import FORMATS
-
-    n, k, _ = LINEARS[linear]
-    groups = [variant("groups", linear, weight, (rows,), dependent_launch=True, **group_columns_tiling(n, k, rows))
-              for rows in (1, 2, 4)]
-    return [variant("rows", linear, weight, (1, 2, 4), dependent_launch=True, columns=8,
-                    **rows_tiling(n, k, FORMATS[weight])), *groups]
-
-
-def timed_variants() -> list[dict[str, Any]]:
-    from relaxpack.schedules.kernels.cuda.quantized_tilings import mixed_tiling
-    from relaxpack.weight_format import FORMATS
-
-    found = []
-    for linear in ("8b.gate_up", "8b.o", "8b.down", "8b.qkv"):
-        n, k, _ = LINEARS[linear]
-        for weight in ("q4_0", "q4_1", "q4_128", "q8_0", "fp8"):
-            found.append(variant("dequantize", linear, weight, (0,)))
-            if weight in ("q4_0", "q4_1"):
-                found += group_variants(linear, weight)
-            for columns in (16, 32, 64) if weight == "q4_0" else (16, 64):
-                found += few_bulk_variants(linear, weight, columns)
-                found.append(variant("mixed", linear, weight, (columns,), dependent_launch=True,
-                                     **mixed_tiling(n, k, columns, FORMATS[weight])))
-        found += [variant("bulk", linear, "q4_0", (16,), columns=16, warps=w, unroll=u, stages=s, blocks_per_sm=b,
-                          dependent_launch=True) for w, u, s, b in ((8, 2, 4, 2), (16, 2, 2, 1)) if n <= 8192]
-    return found
-
-
-def all_variants() -> list[dict[str, Any]]:
-    """Without duplicates; a kernel that is wanted for several row counts is built once."""
-    found: dict[str, dict[str, Any]] = {}
-    for entry in [*check_variants(), *timed_variants()]:
-        known = found.setdefault(entry["name"], {**entry, "rows": []})
-        known["rows"] += [t for t in entry["rows"] if t not in known["rows"]]
-    found.update({"norm4096": {"name": "norm4096", "family": "norm", "linear": "8b.norm", "n": 1, "k": 4096, "weight": None,
-                               "dtype": "bfloat16", "out_dtype": "bfloat16", "rows": [], "check": [], "options": {}}})
-    return list(found.values())
 
 
 def make(v: dict[str, Any]) -> Any:
@@ -328,7 +209,8 @@ def run(folder: Path, out: Path, limit: float) -> int:
     bench = QuantisedBench(folder)
     index = json.loads((folder / "index.json").read_text())
     result: dict[str, Any] = {"device": bench.torch.cuda.get_device_name(), "checks": [], "times": [], "chains": [],
-                              "failures": [], "ceilings": bench.ceilings()}
+                              "failures": [], "ceilings": bench.ceilings(),
+                              "rules": [[v["name"], t] for v in index for t in v.get("rule", ())]}
 
     def save() -> None:
         result["seconds"] = time.time() - started
@@ -397,19 +279,37 @@ def report(result: dict[str, Any], broken: set[tuple[str, str]]) -> None:
         marks = " ".join(f"{key[:4]}={value}" for key, value in entry["options"].items()
                          if key not in ("swiglu", "glu", "dependent_launch"))
         print(f"  {linear:10s} t {t:4d} {kind:16s} {entry['us']:7.1f} us {entry['tb_s']:5.2f} TB/s {ratio:6s} {marks}")
+    for line in verdicts(result):
+        print(" ", line)
     for entry in result["chains"]:
         print(f"  chain {entry['weight']} t {entry['t']} {entry['chain']}: {entry['us']:.1f} us a layer")
+
+
+def verdicts(result: dict[str, Any]) -> list[str]:
+    """For every matmul, format and row count whose rule was timed: whether another kernel was faster."""
+    times: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for entry in result["times"]:
+        if entry["weight"] and entry["t"]:
+            times.setdefault((entry["linear"], entry["t"], entry["weight"]), []).append(entry)
+    found = []
+    for (linear, t, weight), entries in sorted(times.items()):
+        best = min(entries, key=lambda entry: entry["us"])
+        for rule in (entry for entry in entries if [entry["name"], t] in result["rules"]):
+            verdict = "stays" if rule["us"] <= 1.02 * best["us"] else f"{rule['us'] / best['us']:.2f}x by {best['name']}"
+            found.append(f"{linear} t {t} {weight}: rule {rule['us']:.1f} us ({rule['name']}), {verdict}")
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["build", "run"])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--set", choices=SETS, default="all", help="of variants, for build")
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--limit", type=float, default=120, help="seconds after which nothing new is begun")
     options = parser.parse_args()
     if options.command == "build":
-        build(options.folder, all_variants())
+        build(options.folder, SETS[options.set]())
         return 0
     return run(options.folder, options.out, options.limit)
 

@@ -82,7 +82,8 @@ def test_quantised_kernels_against_float64(tmp_path: Path) -> None:
     `python -m benchmarks.gpu.quantised_matmul build FOLDER/quantised`."""
     pytest.importorskip("torch")
     import relaxpack.tvm_setup as setup
-    from benchmarks.gpu.quantised_matmul import QuantisedBench, build, check_variants
+    from benchmarks.gpu.quantised_matmul import QuantisedBench, build
+    from benchmarks.gpu.quantised_variants import check_variants
 
     folder = Path(os.environ.get("RELAXPACK_GPU_KERNELS", tmp_path)) / "quantised"
     if not folder.exists():

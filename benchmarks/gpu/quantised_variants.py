@@ -1,0 +1,207 @@
+"""The kernel variants that `quantised_matmul.py` checks and times: data only, shared by the building machine (TVM compiler)
+and the GPU machine. A variant is a plain dictionary; `SETS` names lists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.gpu.matmul_variants import LINEARS
+
+FAMILIES = {"gemm_few_bulk": "fewbulk", "gemm_mixed": "mixed", "gemm_rows_bulk": "bulk", "gemm_rows_quant": "rows",
+            "gemm_group_columns": "groups"}       # of the rules → of variants
+
+
+def variant(family: str, linear: str, weight: str | None, rows: tuple[int, ...], *, dtype: str = "bfloat16",
+            out_dtype: str | None = None, shape: tuple[int, int] | None = None, check: tuple[int, ...] = (),
+            **options: Any) -> dict[str, Any]:
+    n, k, gated = (*shape, False) if shape else LINEARS[linear]
+    if gated:
+        options["glu"] = "swiglu"
+    if linear.endswith("head"):
+        out_dtype = "float32"
+    marks = "_".join(f"{key[:3]}{value if isinstance(value, str) else int(value)}" for key, value in options.items())
+    name = "_".join(filter(None, [family, weight or "", f"{n}x{k}", dtype[:2], (out_dtype or dtype)[:2], marks]))
+    return {"name": name, "family": family, "linear": linear, "n": n, "k": k, "weight": weight, "dtype": dtype,
+            "out_dtype": out_dtype or dtype, "rows": list(rows), "check": list(check), "options": options}
+
+
+def check_variants() -> list[dict[str, Any]]:
+    found = []
+    few = (1, 3, 8, 9, 17, 33, 64, 65, 130, 200)
+    for weight in ("q4_0", "q4_1", "q4_k", "q4_128", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "fp8", "fp8_block"):
+        convert = {"convert": True} if weight.startswith("fp8") else {}
+        pdl = {"dependent_launch": True}
+        if weight in ("q4_0", "q4_1", "q4_k"):
+            found += [variant("groups", "check", weight, (), shape=(1072, 1088), check=few[:5], out_dtype="float32", **pdl),
+                      variant("groups", "check", weight, (), shape=(1072, 2048), check=few[:5], out_dtype="float32",
+                              columns=2, dtype="float16", warps=4, unroll=2, ahead=True, bias=True, glu="swiglu",
+                              residual=True, **pdl)]
+        found += [
+            variant("fewbulk", "check", weight, (), shape=(1072, 576), check=few, out_dtype="float32", columns=16),
+            variant("fewbulk", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=64, warps=3,
+                    groups=2, split=3, residual=True, scaled=True, **pdl),
+            variant("fewbulk", "check", weight, (), shape=(1072, 1088), check=few, dtype="float16", out_dtype="float32",
+                    columns=32, warps=3, strips=1, groups=2, split=4, blocks_per_sm=2, bias=True, glu="swiglu", **pdl,
+                    **convert),
+            variant("fewbulk", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=24, warps=7,
+                    strips=2, groups=1, glu="swiglu", bias=True, residual=True, **pdl),
+            variant("fewbulk", "check", weight, (), shape=(1072, 1088), check=few, out_dtype="float32", columns=16, warps=2,
+                    strips=2, groups=3, split=2, residual=True, feeders=2, **pdl),
+            variant("mixed", "check", weight, (), shape=(1072, 576), check=few, out_dtype="float32", columns=16),
+            variant("mixed", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=64, strips=2,
+                    split=3, blocks_per_sm=1, residual=True, **pdl),
+            variant("mixed", "check", weight, (), shape=(1072, 1088), check=few, dtype="float16", out_dtype="float32",
+                    columns=32, split=4, bias=True, glu="swiglu", **pdl, **convert),
+            variant("bulk", "check", weight, (), shape=(1072, 1088), check=few[:5], out_dtype="float32", **pdl),
+            variant("bulk", "check", weight, (), shape=(1072, 2048), check=few[:5], out_dtype="float32", dtype="float16",
+                    columns=16, warps=4, unroll=2, stages=3, bias=True, glu="swiglu", residual=True, **pdl, **convert)]
+    found += [variant("fewbulk", "check", weight, (), shape=(1072, 1160), check=few, columns=64, warps=2, strips=1, groups=3,
+                      scaled=True, feeders=3, **pdl) for weight in ("q4_0", "q4_1", "q6_k", "fp8_block")]
+    found += [variant("mixed", "check", "q4_1", (), shape=(1072, 2048), check=few, out_dtype="float32", columns=128,
+                      blocks_per_sm=1, consumers=2, glu="swiglu", bias=True, residual=True),
+              variant("mixed", "check", "q4_0", (), shape=(1072, 2048), check=few, columns=256, blocks_per_sm=1),
+              variant("mixed", "check", "q4_0", (), shape=(1072, 2048), check=few, out_dtype="float32", columns=64,
+                      blocks_per_sm=1, consumers=4, split=2, dependent_launch=True),
+              variant("mixed", "check", "q8_0", (), shape=(1072, 2048), check=few[:5], columns=8, consumers=1, split=8)]
+    return found
+
+
+# warps, strips, groups, split, blocks_per_sm of gemm_few_bulk, by matmul and rows of x (at most)
+FEW_BULK = {
+    ("8b.gate_up", 16): [(4, 2, 2, 1, 2), (4, 2, 1, 1, 2), (7, 2, 3, 1, 1)],
+    ("8b.gate_up", 32): [(4, 2, 1, 1, 2)],
+    ("8b.qkv", 16): [(3, 1, 5, 1, 1), (3, 1, 7, 1, 1), (1, 3, 7, 1, 1), (1, 3, 11, 1, 1)],
+    ("8b.qkv", 32): [(3, 1, 5, 1, 1), (3, 1, 7, 1, 1)],
+    ("8b.qkv", 64): [(3, 1, 5, 1, 1), (3, 1, 4, 1, 1)],
+    ("8b.o", 16): [(2, 1, 7, 1, 1), (2, 1, 11, 1, 1), (2, 2, 5, 2, 1)],
+    ("8b.o", 32): [(2, 2, 3, 2, 1), (2, 1, 7, 1, 1)],
+    ("8b.o", 64): [(2, 1, 5, 1, 1), (2, 1, 6, 1, 1), (4, 1, 3, 2, 1), (2, 2, 3, 2, 1)],
+    ("8b.down", 16): [(4, 2, 1, 4, 2), (2, 1, 11, 1, 1), (2, 1, 7, 1, 1), (2, 2, 7, 2, 1), (4, 1, 5, 2, 1), (4, 2, 2, 4, 2)],
+    ("8b.down", 32): [(2, 2, 3, 2, 1), (2, 1, 7, 1, 1), (4, 1, 3, 2, 1)],
+    ("8b.down", 64): [(2, 2, 3, 2, 1), (2, 1, 6, 1, 1), (4, 1, 3, 2, 1)]}
+
+
+def few_bulk_variants(linear: str, weight: str, columns: int) -> list[dict[str, Any]]:
+    shapes = FEW_BULK.get((linear, columns), [])
+    return [variant("fewbulk", linear, weight, (columns,), columns=columns, warps=w, strips=r, groups=g, split=s,
+                    blocks_per_sm=b, scaled=scaled, dependent_launch=True)
+            for w, r, g, s, b in (shapes if weight == "q4_0" else shapes[:2] if columns == 16 else shapes[:3:2])
+            for scaled in ((True, False) if columns == 64 and weight == "q4_0" else (columns == 64,))]
+
+
+def group_variants(linear: str, weight: str) -> list[dict[str, Any]]:
+    """1 to 4 rows: eight rows as columns of the product against fewer rows times groups."""
+    from relaxpack.schedules.kernels.cuda.linear import rows_tiling
+    from relaxpack.schedules.kernels.cuda.quantized_tilings import group_columns_tiling
+    from relaxpack.weight_format import FORMATS
+
+    n, k, _ = LINEARS[linear]
+    groups = [variant("groups", linear, weight, (rows,), dependent_launch=True, **group_columns_tiling(n, k, rows))
+              for rows in (1, 2, 4)]
+    return [variant("rows", linear, weight, (1, 2, 4), dependent_launch=True, columns=8,
+                    **rows_tiling(n, k, FORMATS[weight])), *groups]
+
+
+def timed_variants() -> list[dict[str, Any]]:
+    from relaxpack.schedules.kernels.cuda.quantized_tilings import mixed_tiling
+    from relaxpack.weight_format import FORMATS
+
+    found = []
+    for linear in ("8b.gate_up", "8b.o", "8b.down", "8b.qkv"):
+        n, k, _ = LINEARS[linear]
+        for weight in ("q4_0", "q4_1", "q4_128", "q8_0", "fp8"):
+            found.append(variant("dequantize", linear, weight, (0,)))
+            if weight in ("q4_0", "q4_1"):
+                found += group_variants(linear, weight)
+            for columns in (16, 32, 64) if weight == "q4_0" else (16, 64):
+                found += few_bulk_variants(linear, weight, columns)
+                found.append(variant("mixed", linear, weight, (columns,), dependent_launch=True,
+                                     **mixed_tiling(n, k, columns, FORMATS[weight])))
+        found += [variant("bulk", linear, "q4_0", (16,), columns=16, warps=w, unroll=u, stages=s, blocks_per_sm=b,
+                          dependent_launch=True) for w, u, s, b in ((8, 2, 4, 2), (16, 2, 2, 1)) if n <= 8192]
+    return found
+
+
+def rule_variant(linear: str, weight: str, rows: int, **changes: Any) -> dict[str, Any]:
+    """What the rule takes for so many rows, with `changes` to its options."""
+    from relaxpack.kernel_spec import LinearSpec
+    from relaxpack.schedules.kernels.cuda.linear import quantized_plan
+    from relaxpack.weight_format import FORMATS
+
+    n, k, gated = LINEARS[linear]
+    spec = LinearSpec(n, k, FORMATS[weight], "decode", "bfloat16", "bfloat16", glu="swiglu" if gated else None,
+                      max_rows=rows)
+    family, options = quantized_plan(spec, rows, True)
+    return variant(FAMILIES[family], linear, weight, (rows,), dependent_launch=True, **options, **changes)
+
+
+def shortfall_variants() -> list[dict[str, Any]]:
+    """What docs/kernels_cuda.md predicts and no GPU has run: feeders of gemm_few_bulk, gemm_few_bulk for fp8, one row
+    in other shares. Beside them the rule's choice, marked."""
+    from relaxpack.schedules.kernels.cuda.quantized_tilings import few_bulk_tiling
+    from relaxpack.weight_format import FORMATS, WHOLE_ROW
+
+    weights = ("q4_0", "q4_1", "q8_0", "fp8", "fp8_block")
+    found = [v for v in check_variants() if v["family"] == "fewbulk" and v["weight"] in weights]
+
+    def few_bulk(linear: str, weight: str, rows: int, feeders: int, **options: Any) -> dict[str, Any]:
+        more = {"feeders": feeders} if feeders > 1 else {}
+        return variant("fewbulk", linear, weight, (rows,), dependent_launch=True, **options, **more)
+
+    for linear in ("8b.o", "8b.down", "8b.qkv", "8b.gate_up"):
+        n, k, _ = LINEARS[linear]
+        for weight in weights:
+            fmt = FORMATS[weight]
+            most = 2 if fmt.group_size == WHOLE_ROW else 3
+            found.append(variant("dequantize", linear, weight, (0,)))
+            if weight == "q4_0":
+                found += one_row_variants(linear, weight)
+            for rows in (16, 32, 64):
+                if not fmt.e4m3 and rows > 16 and (linear == "8b.gate_up" or (rows == 32 and weight != "q4_0")):
+                    continue
+                found.append({**rule_variant(linear, weight, rows), "rule": [rows]})
+                tilings = [few_bulk_tiling(n, k, rows, fmt)]
+                if weight == "q4_0" or (weight == "fp8" and linear == "8b.down"):
+                    tilings += [{"columns": rows, "strips": r, "warps": w, "split": s, "blocks_per_sm": b, "groups": g,
+                                 "scaled": rows > 32} for w, r, g, s, b in FEW_BULK.get((linear, rows), [])[:4]]
+                if weight == "q4_0" and rows == 64 and linear in ("8b.o", "8b.qkv"):     # less of x, weights twice
+                    warps, groups = (4, 3) if linear == "8b.o" else (6, 2)
+                    tilings.append({"columns": 32, "strips": 1, "warps": warps, "split": 1, "blocks_per_sm": 1,
+                                    "groups": groups, "scaled": False})
+                found += [few_bulk(linear, weight, rows, feeders, **one) for one in tilings
+                          for feeders in (1, most)]
+    return found
+
+
+# warps, units at once, a round ahead, blocks of a multiprocessor of gemm_group_columns
+ONE_ROW = [(8, 1, True, 2), (8, 1, True, 3), (8, 1, True, 4), (4, 2, True, 4), (4, 1, True, 8), (16, 1, False, 2),
+           (14, 1, False, 2), (14, 1, True, 1), (28, 1, False, 1)]
+
+
+def one_row_variants(linear: str, weight: str) -> list[dict[str, Any]]:
+    """The rule's kernel for one row, and others with no more under way than there is of K."""
+    found = [{**rule_variant(linear, weight, 1), "rule": [1]}]
+    return found + [variant("groups", linear, weight, (1,), dependent_launch=True, columns=1, warps=w, unroll=u, ahead=a,
+                            blocks_per_sm=b) for w, u, a, b in ONE_ROW if w * u * (1 + a) * 256 <= LINEARS[linear][1]]
+
+
+def without_duplicates(*lists: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A kernel that is wanted for several row counts is built once."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in [one for variants in lists for one in variants]:
+        known = found.setdefault(entry["name"], {**entry, "rows": [], "rule": []})
+        for key in ("rows", "rule"):
+            known[key] += [t for t in entry.get(key, []) if t not in known[key]]
+    return list(found.values())
+
+
+def all_variants() -> list[dict[str, Any]]:
+    found = {one["name"]: one for one in without_duplicates(check_variants(), timed_variants())}
+    found.update({"norm4096": {"name": "norm4096", "family": "norm", "linear": "8b.norm", "n": 1, "k": 4096, "weight": None,
+                               "dtype": "bfloat16", "out_dtype": "bfloat16", "rows": [], "check": [], "options": {}}})
+    return list(found.values())
+
+
+SETS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "all": all_variants, "shortfalls": lambda: without_duplicates(shortfall_variants())}
