@@ -107,7 +107,7 @@ DOWN_OPTIONS: list[dict[str, Any]] = [{}, {"skew": 1}, {"group_m": 16}, {"whole_
 
 
 def shortfall_items() -> list[dict[str, Any]]:
-    """The rule's choice beside what may be faster; the down projection also without its residual, so that its cost is known."""
+    """The rule's choice beside what may be faster; the down projection also without its residual: what that costs."""
     from relaxpack.schedules.kernels.cuda.linear import hopper_plan
 
     def rule(linear: str, rows: int) -> dict[str, Any]:
