@@ -1,6 +1,7 @@
 """Compile models for a GPU without their weights: OUT/NAME.so and OUT/NAME.json (parameters, model info, buckets).
 
-    python benchmarks/gpu/build_models.py OUT --model llama-3.2-1b [--weights bf16|q4_1|q8_0] [--target cuda:sm_90a]
+    python benchmarks/gpu/build_models.py OUT --model llama-3.2-1b [--weights bf16|q4_1|q4_128|q8_0|fp8] [--target cuda:sm_90a]
+        [--activations fp8]                    # of fp8 weights: OUT/NAME-fp8-a8.so
         [--db seed --gpu "NVIDIA H200"]        # tuned: OUT/NAME-tuned.so
 
 Runs on a machine without a GPU; `run_models.py` makes weights from a seed on the GPU machine and measures.
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", choices=list(MODELS), required=True)
     parser.add_argument("--weights", default="bf16")
+    parser.add_argument("--activations", choices=("float", "fp8"), default="float", help="as for relaxpack build")
     parser.add_argument("--target", default="cuda:sm_90a")
     parser.add_argument("--max-context", type=int, default=16384)
     parser.add_argument("--max-batch", type=int, default=128)
@@ -74,10 +76,11 @@ def main() -> None:
     start = time.perf_counter()
     machines = named_machines(args.gpu, [target], args.db)
     with records_for(args.db, target, machines.get(target.name)) as records:
-        lowered = lower_model(config, limits, target, kernel_provider(target, records, limits), _OneFormat(args.weights),
+        lowered = lower_model(config, limits, target, kernel_provider(target, records, limits, args.activations), _OneFormat(args.weights),
                               "bfloat16", "bfloat16", pipeline_config(target, limits), records=records,
                               progress=lambda phase: print(f"{time.perf_counter() - start:7.1f} s {phase}", flush=True))
-    stem = args.out / f"{args.model}-{args.weights}{'-tuned' if args.db else ''}"
+    marks = ("-a8" if args.activations == "fp8" else "") + ("-tuned" if args.db else "")
+    stem = args.out / f"{args.model}-{args.weights}{marks}"
     args.out.mkdir(parents=True, exist_ok=True)
     lowered.executable.export_library(f"{stem}.so")
     info = ModelInfo(args.model, config.architecture, config.num_layers, config.hidden_size, config.num_heads,
@@ -91,7 +94,7 @@ def main() -> None:
                    "rope_theta": config.rope.theta, "epsilon": config.norm_epsilon,
                    "intermediate_size": config.intermediate_size, "tie_embeddings": config.tie_embeddings,
                    "activation": config.activation, "embedding_scale": config.embedding_scale,
-                   "qkv_bias": config.qkv_bias, "kernels": lowered.explanation["kernels"],
+                   "qkv_bias": config.qkv_bias, "activations": args.activations, "kernels": lowered.explanation["kernels"],
                    "calls": lowered.explanation["calls"],
                    "explain": _explain(lowered),
                    "parameters": [{"name": p.name, "shape": list(p.shape), "dtype": p.dtype,

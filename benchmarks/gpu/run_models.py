@@ -1,9 +1,11 @@
 """On a GPU machine: load what `build_models.py` made, give it weights from a seed, check its numbers against a plain
 torch forward, and time decode and prefill.
 
-    PYTHONPATH=.:SITE python benchmarks/gpu/run_models.py FOLDER --model llama-3.2-1b --out RESULT.json
+    PYTHONPATH=.:SITE python benchmarks/gpu/run_models.py FOLDER --model llama-3.2-1b [--weights fp8-a8] --out RESULT.json
 
-Random weights: 0.02 · normal in bfloat16, so that activations stay in range. Reference: the same weights, float32 math.
+Random weights with a deviation of 0.02, so that activations stay in range: normal in bfloat16, or in a quantised format
+(`quantised_weights.py`). Reference: what they stand for, float32 math. A build that rounds activations to fp8 is held against
+a second reference that rounds them, too; that one speaks for prefill, because up to 8 rows nothing is rounded.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from quantised_weights import gate_first, make
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
@@ -30,32 +33,29 @@ from relaxpack.runtime.engine import Engine
 from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.step_plan import SequenceStep, StepPlan
 from relaxpack.runtime.vm import Library, device_for
-
-
-def gate_first(packed: torch.Tensor) -> torch.Tensor:
-    """Undo the interleaving of gate and up rows (blocks of 8) of the CUDA row layout."""
-    n, k = packed.shape
-    blocks = packed.reshape(n // 16, 2, 8, k)
-    return torch.cat([blocks[:, 0].reshape(-1, k), blocks[:, 1].reshape(-1, k)])
+from relaxpack.weight_format import FORMATS
 
 
 def make_parameters(description: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """(tensors in parameter order, plain bf16 weights by parameter name without format suffix)."""
+    """(tensors in parameter order, plain weights by parameter name without format suffix)."""
     generator = torch.Generator("cuda").manual_seed(0)
-    tensors, plain = [], {}
+    tensors: list[Any] = []
+    plain: dict[str, torch.Tensor] = {}
+    buffers: dict[str, dict[str, torch.Tensor]] = {}        # of quantised weights, by that name
     for p in description["parameters"]:
         name, shape, recipe = p["name"], p["shape"], from_json(p["recipe"])
         if isinstance(recipe, RopeTable):
             tensors.append(tvm.runtime.from_dlpack(torch.from_numpy(rope_table(recipe)).cuda()))
             continue
-        if p["dtype"] == "uint32":      # codes of a quantised weight
-            w = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator, device="cuda", dtype=torch.int64)
-            w = w.to(torch.int32)
-            tensors.append(tvm.runtime.from_dlpack(w.view(torch.uint32)))
+        base = name.split("@")[0]
+        if isinstance(recipe, Pack) and FORMATS[recipe.format].quantized:
+            if base not in buffers:
+                buffers[base], plain[base] = make(FORMATS[recipe.format], recipe.out_features, recipe.in_features,
+                                                  recipe.gated, generator)
+            w = buffers[base][recipe.suffix]
+            tensors.append(tvm.runtime.from_dlpack(w.view(torch.uint32) if w.dtype == torch.int32 else w))
             continue
-        if p["dtype"] in ("bfloat16", "float16") and "@q" in name:      # scales and minimums
-            w = torch.randn(shape, generator=generator, device="cuda").mul_(0.002).to(getattr(torch, p["dtype"]))
-        elif p["dtype"] in ("bfloat16", "float16"):
+        if p["dtype"] in ("bfloat16", "float16"):
             w = torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).mul_(0.02)
             w = w.to(getattr(torch, p["dtype"]))
         elif p["dtype"] == "float32":
@@ -65,18 +65,18 @@ def make_parameters(description: dict[str, Any]) -> tuple[list[Any], dict[str, t
             w = w.bfloat16().float()    # as in a checkpoint
         else:
             raise SystemExit(f"{name}: dtype {p['dtype']} is not handled here")
-        base = name.split("@")[0]
         plain[base] = gate_first(w) if isinstance(recipe, Pack) and recipe.gated and w.ndim == 2 else w
         tensors.append(tvm.runtime.from_dlpack(w))
     return tensors, plain
 
 
 class Reference:
-    """Plain torch forward of one sequence on the bf16 weights, in float32 or (to know the dtype's own error) bfloat16."""
+    """Plain torch forward of one sequence on the plain weights, in float32 or (to know the dtype's own error) bfloat16.
+    `rounds`: what the layers' matmuls multiply is first rounded to fp8, row by row, as quantize_rows.py does."""
 
     def __init__(self, description: dict[str, Any], plain: dict[str, torch.Tensor],
-                 dtype: torch.dtype = torch.float32) -> None:
-        self.d, self.w, self.dtype = description, plain, dtype
+                 dtype: torch.dtype = torch.float32, rounds: bool = False) -> None:
+        self.d, self.w, self.dtype, self.rounds = description, plain, dtype, rounds
         self.info = ModelInfo.from_json(description["info"])
 
     def __call__(self, ids: list[int]) -> torch.Tensor:
@@ -96,9 +96,16 @@ class Reference:
             a, b = v[..., :d // 2], v[..., d // 2:]
             return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(self.dtype)
 
+        def product(v: torch.Tensor, name: str) -> torch.Tensor:
+            if self.rounds:
+                largest = v.bfloat16().float().abs().amax(-1, keepdim=True).clamp(min=2.0**-110)
+                codes = (v.bfloat16().float() * (448 / largest)).to(torch.float8_e4m3fn)
+                v = (codes.float() * (largest / 448)).to(self.dtype)
+            return v @ w[name].to(self.dtype).T
+
         for layer in range(i.num_layers):
             p = f"model.layers.{layer}."
-            qkv = norm(x, p + "input_layernorm.weight") @ w[p + "self_attn.q_proj+k_proj+v_proj.weight"].to(self.dtype).T
+            qkv = product(norm(x, p + "input_layernorm.weight"), p + "self_attn.q_proj+k_proj+v_proj.weight")
             if self.d["qkv_bias"]:
                 qkv = (qkv + w[p + "self_attn.q_proj+k_proj+v_proj.bias"]).to(self.dtype)
             q, k, v = (part.reshape(n, -1, d) for part in
@@ -109,12 +116,12 @@ class Reference:
             o = torch.nn.functional.scaled_dot_product_attention(
                 q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], is_causal=True,
                 enable_gqa=True)[0].transpose(0, 1).reshape(n, -1)
-            x = x + o @ w[p + "self_attn.o_proj.weight"].to(self.dtype).T
-            gu = norm(x, p + "post_attention_layernorm.weight") @ w[p + "mlp.gate_proj+up_proj.weight"].to(self.dtype).T
+            x = x + product(o, p + "self_attn.o_proj.weight")
+            gu = product(norm(x, p + "post_attention_layernorm.weight"), p + "mlp.gate_proj+up_proj.weight")
             gate, up = gu.chunk(2, -1)
             gate = (torch.nn.functional.silu(gate) if self.d.get("activation", "silu") == "silu"
                     else torch.nn.functional.gelu(gate, approximate="tanh"))
-            x = x + (gate * up) @ w[p + "mlp.down_proj.weight"].to(self.dtype).T
+            x = x + product(gate * up, p + "mlp.down_proj.weight")
         head = w["model.embed_tokens.weight" if self.d["tie_embeddings"] else "lm_head.weight"].to(self.dtype)
         return (norm(x, "model.norm.weight") @ head.T).float()
 
@@ -304,6 +311,11 @@ def main() -> None:
         exact = Reference(description, plain)(ids)
         rounded = Reference(description, plain, torch.bfloat16)(ids)
         result["errors"]["torch_bfloat16"] = float((rounded - exact).norm() / exact.norm())
+        if description.get("activations") == "fp8":
+            rounding = Reference(description, plain, rounds=True)
+            result["errors"]["activations_in_fp8"] = float((rounding(ids) - exact).norm() / exact.norm())
+            result["errors_against_rounded"] = check(runner, rounding)
+            print("against rounded activations", json.dumps(result["errors_against_rounded"]), flush=True)
         print(json.dumps(result["errors"], indent=0), flush=True)
     plain_launches = load(library, description, tensors, max(4096, pages), graphs=False)
     result["graph_equals_eager"] = graph_equals_eager(runner, plain_launches)
