@@ -3,10 +3,10 @@
     PYTHONPATH=.:SITE python benchmarks/gpu/against_transformers.py FOLDER --models llama-3.2-1b,qwen3-8b [--weights q4_128]
         --out RESULT.json
 
-FOLDER holds what `build_models.py` made. Weights are random (see `run_models.py`). transformers has them unpacked; it runs
-once in bfloat16, as it would serve, and once in float32, which judges both. Our greedy tokens are held against its choice after
-the same prefix: where they differ, the two candidates must lie closer in float32 than twice what bfloat16 costs transformers
-in that row (a tie), or where our build rounds activations to fp8, twice what that costs us there.
+FOLDER holds what `build_models.py` made. Weights are random (see `run_models.py`); transformers has them unpacked. It runs
+once in bfloat16, as it would serve, and once in float32, which judges both. Our greedy tokens are held against its choice
+after the same prefix: where they differ, the two candidates must lie closer in float32 than twice what bfloat16 costs
+transformers in that row (a tie), or where our build rounds activations to fp8, twice what that costs us there.
 """
 
 from __future__ import annotations
