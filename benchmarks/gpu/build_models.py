@@ -1,6 +1,6 @@
 """Compile models for a GPU without their weights: OUT/NAME.so and OUT/NAME.json (parameters, model info, buckets).
 
-    python benchmarks/gpu/build_models.py OUT --model llama-3.2-1b [--weights bf16|q4_1|q4_128|q8_0|fp8] [--target cuda:sm_90a]
+    python benchmarks/gpu/build_models.py OUT --model llama-3.2-1b [--weights bf16|q4_1|q4_128|q8_0|fp8]
         [--activations fp8]                    # of fp8 weights: OUT/NAME-fp8-a8.so
         [--db seed --gpu "NVIDIA H200"]        # tuned: OUT/NAME-tuned.so
 
@@ -76,8 +76,9 @@ def main() -> None:
     start = time.perf_counter()
     machines = named_machines(args.gpu, [target], args.db)
     with records_for(args.db, target, machines.get(target.name)) as records:
-        lowered = lower_model(config, limits, target, kernel_provider(target, records, limits, args.activations), _OneFormat(args.weights),
-                              "bfloat16", "bfloat16", pipeline_config(target, limits), records=records,
+        provider = kernel_provider(target, records, limits, args.activations)
+        lowered = lower_model(config, limits, target, provider, _OneFormat(args.weights), "bfloat16", "bfloat16",
+                              pipeline_config(target, limits), records=records,
                               progress=lambda phase: print(f"{time.perf_counter() - start:7.1f} s {phase}", flush=True))
     marks = ("-a8" if args.activations == "fp8" else "") + ("-tuned" if args.db else "")
     stem = args.out / f"{args.model}-{args.weights}{marks}"
