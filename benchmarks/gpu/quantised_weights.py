@@ -15,7 +15,7 @@ FP8_DEVIATION = 64.0            # of fp8 codes, whose largest is 448
 
 
 def make(fmt: WeightFormat, n: int, k: int, gated: bool, generator: torch.Generator) -> tuple[dict[str, Any], torch.Tensor]:
-    """(buffers by suffix, float32 `[n, k]` in the order of the checkpoint, gate rows first). uint32 buffers are int32 tensors.
+    """(buffers by suffix, float32 `[n, k]` in the order of the checkpoint, gate rows first). uint32 is int32 in torch.
     Raises ValueError for formats in groups of 16, and for sizes that the layout would pad."""
     if fmt.group_size == 16 or (fmt.bits == 8 and not fmt.signed and not fmt.e4m3):
         raise ValueError(f"no weights from a seed in {fmt.name}; known: q4_0, q4_1, q4_k, q4_128, q8_0, fp8, fp8_block")
