@@ -27,7 +27,8 @@ def make(fmt: WeightFormat, n: int, k: int, gated: bool, generator: torch.Genera
         codes = torch.randn(words * 4, generator=generator, device=device).mul_(FP8_DEVIATION).clamp_(-448, 448)
         codes = codes.to(torch.float8_e4m3fn).view(torch.int32)
     else:
-        codes = torch.randint(-1 << 31, 1 << 31, (words,), generator=generator, device=device, dtype=torch.int64).to(torch.int32)
+        codes = torch.randint(-1 << 31, 1 << 31, (words,), generator=generator, device=device, dtype=torch.int64)
+        codes = codes.to(torch.int32)
     spread = FP8_DEVIATION if fmt.e4m3 else 73.9 if fmt.bits == 8 else 4.61       # of codes as drawn
     count = n * fmt.groups(k)
     near = torch.rand(count, generator=generator, device=device) * 0.5 + 0.75

@@ -4,8 +4,8 @@ torch forward, and time decode and prefill.
     PYTHONPATH=.:SITE python benchmarks/gpu/run_models.py FOLDER --model llama-3.2-1b [--weights fp8-a8] --out RESULT.json
 
 Random weights with a deviation of 0.02, so that activations stay in range: normal in bfloat16, or in a quantised format
-(`quantised_weights.py`). Reference: what they stand for, float32 math. A build that rounds activations to fp8 is held against
-a second reference that rounds them, too; that one speaks for prefill, because up to 8 rows nothing is rounded.
+(`quantised_weights.py`). Reference: what they stand for, float32 math. A build that rounds activations to fp8 is held
+against a second reference that rounds them, too; it speaks for prefill, because up to 8 rows nothing is rounded.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.gpu.quantised_weights import DEVIATION, make  # noqa: E402
-from relaxpack.schedules.kernels.cuda.packing import _pack_groups, pack, row_order, weight_layout  # noqa: E402
-from relaxpack.weight_format import E4M3, FORMATS, QuantizedTensor, WeightFormat  # noqa: E402
+from benchmarks.gpu.quantised_weights import DEVIATION, make
+from relaxpack.schedules.kernels.cuda.packing import _pack_groups, pack, row_order, weight_layout
+from relaxpack.weight_format import E4M3, FORMATS, QuantizedTensor, WeightFormat
 
 
 def unpacked(fmt: WeightFormat, buffers: dict[str, np.ndarray], n: int, k: int, gated: bool) -> QuantizedTensor:
@@ -25,7 +25,8 @@ def unpacked(fmt: WeightFormat, buffers: dict[str, np.ndarray], n: int, k: int, 
 
     layout = weight_layout(fmt, n, k, gated)
     few = np.zeros((n, fmt.groups(k)))
-    blank = {"scales": few.astype(fmt.scale_dtype), "minimums": few.astype(fmt.scale_dtype) if "minimums" in buffers else None,
+    blank = {"scales": few.astype(fmt.scale_dtype),
+             "minimums": few.astype(fmt.scale_dtype) if "minimums" in buffers else None,
              "zeros": few.astype(np.uint8) if fmt.zeros else None}
     order = places(np.uint8, k, -(-(n * k).bit_length() // fmt.bits), lambda codes: codes_of(pack(layout, QuantizedTensor(
         fmt, codes.view(np.int8 if fmt.signed else np.uint8), **blank))["codes"]))
