@@ -174,16 +174,18 @@ def shortfall_variants() -> list[dict[str, Any]]:
     return found
 
 
-# warps, units at once, a round ahead, blocks of a multiprocessor of gemm_group_columns
-ONE_ROW = [(8, 1, True, 2), (8, 1, True, 3), (8, 1, True, 4), (4, 2, True, 4), (4, 1, True, 8), (16, 1, False, 2),
-           (14, 1, False, 2), (14, 1, True, 1), (28, 1, False, 1)]
+# warps, units at once, rounds ahead (from two on, before the kernel before has ended), blocks of a multiprocessor
+ONE_ROW = {False: [(8, 1, 1, 2), (8, 1, 1, 3), (8, 1, 1, 4), (8, 1, 2, 2), (8, 1, 2, 3), (4, 2, 1, 4), (4, 1, 3, 4),
+                   (2, 2, 3, 6), (16, 1, 0, 2)],
+           True: [(8, 1, 1, 2), (8, 1, 1, 3), (8, 1, 2, 2), (4, 2, 1, 4), (4, 1, 3, 4), (14, 1, 0, 2), (14, 1, 1, 1),
+                  (14, 1, 3, 1), (16, 1, 0, 2)]}         # True: of long rows, where more would not fit the registers
 
 
 def one_row_variants(linear: str, weight: str) -> list[dict[str, Any]]:
     """The rule's kernel for one row, and others with no more under way than there is of K."""
-    found = [{**rule_variant(linear, weight, 1), "rule": [1]}]
-    return found + [variant("groups", linear, weight, (1,), dependent_launch=True, columns=1, warps=w, unroll=u, ahead=a,
-                            blocks_per_sm=b) for w, u, a, b in ONE_ROW if w * u * (1 + a) * 256 <= LINEARS[linear][1]]
+    return [{**rule_variant(linear, weight, 1), "rule": [1]},
+            *(variant("groups", linear, weight, (1,), dependent_launch=True, columns=1, warps=w, unroll=u, ahead=a,
+                      blocks_per_sm=b) for w, u, a, b in ONE_ROW[LINEARS[linear][1] > 8192])]
 
 
 def without_duplicates(*lists: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
     ("q4_1", 48, 1120, 3, "bfloat16", 0, {"warps": 2, "columns": 2, "ahead": True, "glu": "swiglu", "bias": True}),
     ("q4_k", 32, 1056, 6, "float16", 0, {"warps": 3, "columns": 4, "residual": True, "dependent_launch": True}),
     ("q4_1", 32, 1024, 1, "float16", 0, {"warps": 2, "unroll": 2}),
+    ("q4_1", 40, 1824, 1, "bfloat16", 0, {"warps": 2, "ahead": 2, "dependent_launch": True}),    # four rounds, three sets
+    ("q4_0", 32, 1056, 1, "bfloat16", 0, {"warps": 3, "ahead": 3, "residual": True}),            # two rounds, both asked for
     ("q4_128", 40, 1096, 1, "bfloat16", 8, {"warps": 2, "bias": True, "residual": True, "dependent_launch": True}),
     ("q4_128", 32, 1024, 3, "float16", 0, {"warps": 2, "columns": 2, "ahead": True, "glu": "swiglu"}),
     ("q4_128", 32, 584, 5, "bfloat16", -8, {"warps": 2, "columns": 4, "unroll": 2}),

@@ -58,6 +58,7 @@ def test_rows(rng, n, k, t, dtype, options):
     ("q6_k", 64, 512, 9, "bfloat16", {"glu": "swiglu"}),
     ("q5_1", 48, 256, 2, "float16", {"glu": "geglu"}),
     ("q8_0", 32, 704, 2, "bfloat16", {"warps": 2, "ahead": True, "dependent_launch": True}),
+    ("q8_0", 32, 704, 2, "bfloat16", {"warps": 2, "ahead": 2, "dependent_launch": True}),        # three rounds at once
     ("q5_k", 32, 96, 2, "bfloat16", {}),
     ("q4_128", 56, 584, 3, "bfloat16", {"warps": 4, "bias": True, "unroll": 2, "ahead": True}),
     ("q4_128", 64, 256, 9, "float16",

@@ -15,7 +15,7 @@ from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
 from relaxpack.schedules.kernels.cuda.common import finish, mma_name, quant_entry
 from relaxpack.schedules.kernels.cuda.fragments import SHORT, shuffle_xor
 from relaxpack.schedules.kernels.cuda.rows_epilogue import RowsEpilogue
-from relaxpack.schedules.kernels.cuda.rows_product import run_rounds
+from relaxpack.schedules.kernels.cuda.rows_product import begin_rounds, register_sets, run_rounds
 from relaxpack.weight_format import WeightFormat
 from tvm.script import tirx as T
 
@@ -28,11 +28,12 @@ TOP = {"bfloat16": 3, "float16": 6}
 
 
 def gemm_group_columns(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str, *, columns: int = 1, warps: int = 8,
-                   unroll: int = 1, ahead: bool = False, blocks_per_sm: int = 0, bias: bool = False, residual: bool = False,
+                   unroll: int = 1, ahead: int = 0, blocks_per_sm: int = 0, bias: bool = False, residual: bool = False,
                    glu: str | None = None, norm_epsilon: float | None = None, prepares_norm: bool = False,
                    dependent_launch: bool = False, convert: bool = False, name: str = "gemm_group_columns"):
     """Buffers as in gemm_rows_quant. columns: rows of x per block, 1, 2 or 4; unroll: units of 256, 128 or 64 values of K
-    (eight groups by columns) that a warp loads together; ahead: the next ones already while these are multiplied."""
+    (eight groups by columns) that a warp loads together; ahead: so many rounds more already while these are multiplied. With
+    two or more, as many are asked for before the kernel waits for the one before it."""
     assert K % 8 == 0 and columns in (1, 2, 4) and weight.bits == 4
     STRIPS, KC = -(-N // 16), -(-K // 64)
     F = codes_of(weight, dtype, KC)
@@ -45,7 +46,7 @@ def gemm_group_columns(N: int, K: int, weight: WeightFormat, dtype: str, out_dty
     E = RowsEpilogue(N, K, dtype, out_dtype, columns=columns, strips=1, warps=warps, bias=bias, residual=residual, glu=glu,
                      norm_epsilon=norm_epsilon, prepares_norm=prepares_norm)
     PITCH, prefetch, request, scale, store = E.pitch, E.prefetch, E.request, E.scale, E.store
-    SW, stored, SETS = F.scale_words, F.stored, 2 if ahead else 1
+    SW, stored, SETS = F.scale_words, F.stored, register_sets(rounds, ahead)
     MMA, fma, one = mma_name(dtype), f"fma.rn.{SHORT[dtype]}x2", F.one
     base, top = twice(SIXTEEN[dtype]), TOP[dtype]
     limited = blocks_per_sm > 0
@@ -149,7 +150,7 @@ def gemm_group_columns(N: int, K: int, weight: WeightFormat, dtype: str, out_dty
                     if stored:
                         acc[e] = acc[e] + sums[e] * F.scale(mn, so, e // 2, e % 2)
 
-        load(0, 0)                              # weights do not depend on the kernel before
+        begin_rounds(rounds, ahead, load)
         prefetch(held, norm, bx, tx)
         for n in T.unroll(PER):
             keep[n] = T.if_then_else(g % PER == n, T.uint32(one), T.uint32(0))

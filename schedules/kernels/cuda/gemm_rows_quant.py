@@ -12,13 +12,13 @@ import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
 from relaxpack.schedules.kernels.cuda.common import finish, quant_entry
 from relaxpack.schedules.kernels.cuda.rows_epilogue import RowsEpilogue
-from relaxpack.schedules.kernels.cuda.rows_product import RowsProduct, run_rounds
+from relaxpack.schedules.kernels.cuda.rows_product import RowsProduct, begin_rounds, register_sets, run_rounds
 from relaxpack.weight_format import WeightFormat
 from tvm.script import tirx as T
 
 
 def gemm_rows_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str, *, columns: int = 8,
-                    strips: int = 1, warps: int = 8, unroll: int = 2, ahead: bool = False, blocks_per_sm: int = 0,
+                    strips: int = 1, warps: int = 8, unroll: int = 2, ahead: int = 0, blocks_per_sm: int = 0,
                     bias: bool = False, residual: bool = False, glu: str | None = None, norm_epsilon: float | None = None,
                     prepares_norm: bool = False, dependent_launch: bool = False, convert: bool = False,
                     name: str = "gemm_rows_quant"):
@@ -39,7 +39,7 @@ def gemm_rows_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype:
                      glu=glu, norm_epsilon=norm_epsilon, prepares_norm=prepares_norm)
     PITCH, prefetch, request, scale, store = E.pitch, E.prefetch, E.request, E.scale, E.store
     CW, SW, ACC = F.words, F.scale_words, strips * NT * 4
-    REG_C, REG_S, SETS = U * strips * CW, U * strips * SW, 2 if ahead else 1
+    REG_C, REG_S, SETS = U * strips * CW, U * strips * SW, register_sets(rounds, ahead)
     P = RowsProduct(F, NT, dtype, K, exact)
     load_piece, load_share, add_x, product, stored = F.load, P.load_x, P.add_x, P.multiply, F.stored
 
@@ -100,7 +100,7 @@ def gemm_rows_quant(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype:
                             so = T.meta_var(slot * REG_S + (u * strips + s) * SW)
                             product(acc, s, part, a, sums, c, o, sc, mn, so, v, u, j, d)
 
-        load(0, 0)                              # weights do not depend on the kernel before
+        begin_rounds(rounds, ahead, load)
         prefetch(held, norm, bx, tx)
         if dependent_launch:
             T.ptx["griddepcontrol.launch_dependents"]()      # it waits for this kernel, which ends after its own wait

@@ -8,6 +8,7 @@ from typing import Any
 
 from relaxpack.schedules.kernels.cuda.gemm_few_bulk import stages_that_fit
 from relaxpack.schedules.kernels.cuda.gemm_mixed import fits
+from relaxpack.schedules.kernels.cuda.rows_product import register_sets
 from relaxpack.weight_format import WHOLE_ROW, WeightFormat
 
 MULTIPROCESSORS = 132
@@ -115,11 +116,11 @@ def group_columns_tilings(k: int, rows: int) -> Iterator[Options]:
     """gemm_group_columns for 1 to 4 rows: no more under way than there is of K, and than registers hold."""
     columns = 1 if rows == 1 else 2 if rows == 2 else 4
     units = ceildiv(k, 256)
-    for ahead in (False, True):
+    for ahead in (False, True, 2, 3):
         for warps in (2, 4, 7, 8, 14, 16):
             for unroll in (1, 2):
                 for threads in (512, 768, 1024):
-                    flying = unroll * (1 + ahead)
+                    flying = unroll * register_sets(ceildiv(units, warps * unroll), ahead)
                     if threads // 32 >= warps and warps * flying <= units and flying * 20 <= 65536 // threads - 36:
                         yield {"columns": columns, "warps": warps, "unroll": unroll * columns, "ahead": ahead,
                                "blocks_per_sm": threads // 32 // warps}

@@ -12,18 +12,32 @@ from tvm.script import tirx as T
 LOAD_X4, LOAD_X2 = "ld.global.v4.b32", "ld.global.v2.b32"
 
 
+def register_sets(rounds: int, ahead: int) -> int:
+    """Sets of registers for weights: that of the round which is multiplied, and those on their way."""
+    return ahead + 1 if ahead < 2 else min(ahead + 1, rounds)
+
+
+@T.inline
+def begin_rounds(rounds, ahead, load):
+    """Ask for the weights of the first rounds, which do not depend on the kernel before: one, or `ahead` of them."""
+    for i in T.unroll(max(1, min(ahead, rounds))):
+        load(i, i)
+
+
 @T.inline
 def run_rounds(rounds, ahead, load, load_x, multiply):
     """A warp's rounds of K: `load(round, set)` brings weights into a set of registers, `load_x(round)` x, `multiply(set)`
-    uses both. The first round's are there. `ahead`: the next one's weights are on their way while this one multiplies."""
-    if ahead:
-        for r in T.serial(-(-rounds // 2)):
-            for s in T.unroll(2):
-                if r * 2 + s + 1 < rounds:
-                    load(r * 2 + s + 1, 1 - s)
-                if r * 2 + s < rounds:
-                    if r * 2 + s > 0:
-                        load_x(r * 2 + s)
+    uses both. `begin_rounds` came before, and the first round's x is there. `ahead`: for so many rounds the weights are on
+    their way while one is multiplied."""
+    if ahead > 0:
+        sets = T.meta_var(register_sets(rounds, ahead))
+        for r in T.serial(-(-rounds // sets)):
+            for s in T.unroll(sets):
+                if r * sets + s + ahead < rounds:
+                    load(r * sets + s + ahead, (s + ahead) % sets)
+                if r * sets + s < rounds:
+                    if r * sets + s > 0:
+                        load_x(r * sets + s)
                     multiply(s)
     else:
         for r in T.serial(rounds):
