@@ -56,7 +56,7 @@ def check_variants() -> list[dict[str, Any]]:
             variant("bulk", "check", weight, (), shape=(1072, 1088), check=few[:5], out_dtype="float32", **pdl),
             variant("bulk", "check", weight, (), shape=(1072, 2048), check=few[:5], out_dtype="float32", dtype="float16",
                     columns=16, warps=4, unroll=2, stages=3, bias=True, glu="swiglu", residual=True, **pdl, **convert)]
-    found += [variant("fewbulk", "check", weight, (), shape=(1072, 1160), check=few, columns=64, warps=2, strips=1, groups=3,
+    found += [variant("fewbulk", "check", weight, (), shape=(1072, 1184), check=few, columns=64, warps=2, strips=1, groups=3,
                       scaled=True, feeders=3, **pdl) for weight in ("q4_0", "q4_1", "q6_k", "fp8_block")]
     found += [variant("mixed", "check", "q4_1", (), shape=(1072, 2048), check=few, out_dtype="float32", columns=128,
                       blocks_per_sm=1, consumers=2, glu="swiglu", bias=True, residual=True),
