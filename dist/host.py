@@ -38,11 +38,12 @@ class Host:
     cpu_features: tuple[str, ...]       # out of relaxpack.target.CPU_FEATURES
     gpus: tuple[Gpu, ...] = ()
 
-    def __str__(self) -> str:
+    def described(self, features: bool) -> str:
+        """For a person; the CPU's features are many, and only matter where code for a CPU does not run."""
         gpus = ", ".join(f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]})"
                          for gpu in self.gpus)
-        return (f"{self.machine} CPU with {' '.join(self.cpu_features) or 'none of the known features'}; "
-                f"{gpus or 'no NVIDIA GPU'}")
+        cpu = f" with {' '.join(self.cpu_features) or 'none of the known features'}" if features else ""
+        return f"{self.machine} CPU{cpu}; {gpus or 'no NVIDIA GPU'}"
 
 
 def detect_host() -> Host:

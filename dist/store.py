@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import stat
 import struct
 import zipfile
@@ -44,11 +45,16 @@ def open_store(path: Path) -> Store:
     try:
         size = store.size(MANIFEST)
     except MissingMemberError:
-        hint = f"; it is a checkpoint: relaxpack build {path}" if (path / "config.json").is_file() else ""
+        hint = _build_hint(path) if (path / "config.json").is_file() else ""
         raise NotABundleError(f"{path} has no {MANIFEST}: not a relaxpack bundle{hint}") from None
     if size > MAX_MANIFEST_BYTES:
         raise DamagedMemberError(f"{path}: {MANIFEST} has {size} bytes, more than {MAX_MANIFEST_BYTES}")
     return store
+
+
+def _build_hint(path: Path) -> str:
+    output = shlex.quote(path.resolve().name.removesuffix(".gguf") + ".bundle")
+    return f"; it is a checkpoint: relaxpack build {shlex.quote(str(path))} -o {output}"
 
 
 class FolderStore:
@@ -94,7 +100,7 @@ class ZipStore:
             with zipfile.ZipFile(path) as archive:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, zipfile.LargeZipFile, OSError, ValueError, NotImplementedError, struct.error):
-            hint = f"; it is a checkpoint: relaxpack build {path}" if path.suffix == ".gguf" else " (or it was cut short)"
+            hint = _build_hint(path) if path.suffix == ".gguf" else " (or it was cut short)"
             raise NotABundleError(f"{path} is not a bundle: neither a folder nor a {SINGLE_FILE_SUFFIX} file{hint}"
                                   ) from None
         if len(infos) > MAX_MEMBERS + 1:

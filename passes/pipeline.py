@@ -12,8 +12,10 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
@@ -170,9 +172,23 @@ def run_pass(mod: tvm.IRModule, target: Any, phase: str, index: int, one: Any) -
 
 def _reason(error: Exception) -> str:
     """The line that says what is wrong. TVMScript's messages end with a drawing of the source; theirs comes earlier."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error    # str() of one quotes its text
+    lines = [line.strip() for line in str(text).strip().splitlines() if line.strip()]
     found = [line for line in lines if line.startswith("error:") or "Check failed" in line]
-    return (found or lines or [type(error).__name__])[-1]
+    return f"{(found or [f'{type(error).__name__}: {line}' for line in lines] or [type(error).__name__])[-1]}{_place(error)}"
+
+
+def _place(error: Exception) -> str:
+    """The last line of Python outside TVM that ran before the error, as ` (FILE:LINE)`: who writes a pass looks there
+    first. "" where TVM's own code failed in a pass of its own."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if frame.filename.endswith(".py") and not {"tvm", "tvm_ffi"} & set(Path(frame.filename).parts)
+              and (frame.filename, frame.name) != (__file__, run_pass.__name__)]
+    if not frames:
+        return ""
+    path = Path(frames[-1].filename)
+    here = Path(__file__).parents[1]
+    return f" ({path.relative_to(here) if path.is_relative_to(here) else path}:{frames[-1].lineno})"
 
 
 def sizes(mod: tvm.IRModule) -> tuple[dict[str, int], int]:

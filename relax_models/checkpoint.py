@@ -7,6 +7,7 @@ shape, and maps the rest. Tensors are read one at a time through `Checkpoint.rea
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,8 +89,10 @@ def open_checkpoint(path_or_name: str | Path, *, ignore_keys: tuple[str, ...] = 
         if path.suffix == ".gguf":
             return _open_gguf(path, ignore_keys, pretokenizer)
         raise CheckpointError(f"{path.name} is not a checkpoint; give a Hugging Face folder or a .gguf file")
+    hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path_or_name))
     raise CheckpointError(f"no checkpoint at {str(path_or_name)!r}; give a Hugging Face folder, a .gguf file, or one "
-                          f"of: {', '.join(PACKAGED)}")
+                          f"of: {', '.join(PACKAGED)}" + (f" (nothing is downloaded: `hf download {hub[0]} --local-dir "
+                          f"{path.name}` fetches a model of that name from the hub)" if hub else ""))
 
 
 def packaged_file(name: str) -> Path:

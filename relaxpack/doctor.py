@@ -96,7 +96,7 @@ def _tvm() -> Iterator[Finding]:
         yield Finding("TVM", package, "ok", installed(package) or "present without metadata, taken on trust")
     compiler = (lib / "libtvm_compiler.so").exists()
     yield Finding("TVM", "compiler library", "ok" if compiler else "note",
-                  "libtvm_compiler.so: this machine can build bundles" if compiler else
+                  "libtvm_compiler.so is there: building needs it, running does not" if compiler else
                   "no libtvm_compiler.so: this machine runs bundles and does not build them",
                   "" if compiler else "to build here: pip install --force-reinstall "
                   "--no-deps apache-tvm")

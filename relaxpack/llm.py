@@ -6,6 +6,7 @@ is for many clients.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cache
 from numbers import Integral
@@ -91,8 +92,10 @@ class LLM:
         """`SamplingParams` from `default_sampling` and what is given here."""
         unknown = sampling.keys() - SamplingParams.__dataclass_fields__.keys()
         if unknown:
-            raise RequestError(f"unknown sampling parameter {', '.join(sorted(unknown))}: known are "
-                               f"{', '.join(SamplingParams.__dataclass_fields__)}", sorted(unknown)[0])
+            known = list(SamplingParams.__dataclass_fields__)
+            near = difflib.get_close_matches(min(unknown), known, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+            raise RequestError(f"unknown sampling parameter {', '.join(sorted(unknown))}: {hint}", min(unknown))
         return SamplingParams(**{**self.default_sampling, **sampling})
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *,

@@ -101,7 +101,7 @@ class RequestMaker:
         if params.grammar is None:
             return None
         if self._make_constraint is None:
-            raise RequestError("structured output is not available: install relaxpack[grammar]", params.grammar.param)
+            raise RequestError("structured output is not available: pip install 'relaxpack[grammar]'", params.grammar.param)
         return self._make_constraint(params.grammar)
 
 

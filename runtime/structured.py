@@ -30,7 +30,7 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError as error:
-            raise EnvironmentProblem("structured output needs the package llguidance: pip install relaxpack[grammar]"
+            raise EnvironmentProblem("structured output needs the package llguidance: pip install 'relaxpack[grammar]'"
                                      ) from error
         self._library: Any = llguidance
         self._vocab_size = vocab_size

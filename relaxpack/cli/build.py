@@ -101,7 +101,7 @@ def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None,
         raise UsageError(f"--gpu names one GPU, got {' and '.join(map(repr, gpus))}: make a bundle for each")
     chosen = BuildOptions(disabled_passes=frozenset(disabled), enabled_passes=frozenset(enabled), ignore_config_keys=ignored,
                           embeddings=embeddings or "none", **options)
-    with _interruptible() as check, StageBars(check) as bars:
+    with _interruptible() as check, StageBars(check, quiet=as_json) as bars:
         report = build_bundle(model, output, targets, chosen, force=force, dump=dump, progress=bars,
                               databases=databases, gpu=gpus[0] if gpus else None)
     for warning in report.warnings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -104,7 +105,7 @@ def _diff_bundles(left: str, right: str, as_json: bool) -> int:
         click.echo("equal")
     else:
         out = console()
-        rows = [(path, _text(values[0]), _text(values[1])) for path, values in found["fields"].items()]
+        rows = _field_rows(found["fields"], *({entry.target.name for entry in x.manifest.targets} for x in (a, b)))
         if rows:
             hidden = len(rows) - _MOST
             title = "Facts" + (f" (the first {_MOST} of {len(rows)}; --json has all)" if hidden > 0 else "")
@@ -118,16 +119,38 @@ def _diff_bundles(left: str, right: str, as_json: bool) -> int:
     return 0 if found["equal"] else 1
 
 
+def _field_rows(fields: dict[str, Any], left: set[str], right: set[str]) -> list[tuple[str, str, str]]:
+    """Names and both values; a target that one side lacks is one row instead of all its facts."""
+    only = {f"targets.{name}": ("in it" if name in left else None, "in it" if name in right else None)
+            for name in left ^ right}
+    shown = {path: values for path, values in fields.items() if not path.startswith(tuple(f"{path}." for path in only))}
+    return [(path, _text(values[0]), _text(values[1])) for path, values in sorted({**shown, **only}.items())]
+
+
 def _print_step(step: dict[str, Any], left: str, right: str) -> None:
     out = console()
     if step["facts"]:
         out.print(table("One step (context 1024 or what both allow)", ("", left, right), [
-            (name, *map(_text, values)) for name, values in step["facts"].items()]))
+            (name, *_numbers(name, values)) for name, values in step["facts"].items()]))
         out.print()
     if step["kernels"]:
         out.print(table("Kernels of a decode step that differ, by calls", ("", left, right), [
             (name, *map(str, calls)) for name, calls in step["kernels"].items()]))
         out.print()
+
+
+def _numbers(name: str, values: Sequence[object]) -> list[str]:
+    """Both values of a fact in a unit that can be read; with all digits where they would look alike."""
+    shown = [_number(name, value) for value in values]
+    return shown if len({*shown}) > 1 else [_text(value) for value in values]
+
+
+def _number(name: str, value: object) -> str:
+    if not isinstance(value, int | float):
+        return _text(value)
+    if name.endswith(" bytes") or "memory: " in name:
+        return human_bytes(value)
+    return f"{value / 1e9:.4g} G" if name.endswith("flops") else str(value)
 
 
 def _text(value: object) -> str:

@@ -1,5 +1,5 @@
-"""Progress bars for long commands: one line per stage on stderr; silent where stderr is no terminal, and where a command
-prints JSON.
+"""Progress of long commands on stderr: bars on a terminal, and of a build a line per long stage elsewhere, so that a log
+shows where it is. Silent where a command prints JSON.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+import click
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,12 +26,13 @@ from rich.progress import (
 class StageBars:
     """A `relaxpack.compile.Progress` on the terminal."""
 
-    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, check: Callable[[], None] = lambda: None, quiet: bool = False) -> None:
         """`check` is called at every sign of progress."""
         self._check = check
         console = Console(stderr=True)
+        self._lines = not quiet and not console.is_terminal
         self._progress = Progress(TextColumn("{task.description:<11}"), BarColumn(), TextColumn("{task.fields[what]}"),
-                                  TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+                                  TimeElapsedColumn(), console=console, disable=quiet or not console.is_terminal)
         self._task: TaskID | None = None
 
     def __enter__(self) -> StageBars:
@@ -46,6 +48,8 @@ class StageBars:
     def stage(self, name: str, total: int | None = None) -> None:
         self._check()
         self._finish()
+        if self._lines and total is not None:       # the short stages have one step and need no line
+            click.echo(f"{name} ...", err=True)
         self._task = self._progress.add_task(name, total=total or 1, what="")
 
     def advance(self, what: str = "") -> None:

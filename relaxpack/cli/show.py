@@ -26,9 +26,10 @@ def print_json(value: Any) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """Cells are plain text: what stands in a bundle is never taken for markup."""
+    """Cells are plain text: what stands in a bundle is never taken for markup. As wide as its title, which would be
+    broken over lines otherwise."""
     result = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim",
-                   show_header=any(columns))
+                   show_header=any(columns), min_width=len(title))
     for index, column in enumerate(columns):
         result.add_column(column, overflow="fold", no_wrap=index == 0)
     for row in rows:

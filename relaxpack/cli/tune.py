@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from relaxpack.cli.options import json_option
 from relaxpack.cli.show import print_json
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from relaxpack.tuning.measure import Measurer
     from relaxpack.tuning.session import Outcome
     from relaxpack.tuning.tasks import Task
+
+_AS_BUILD = ("weights", "max_batch", "prefill_chunk", "kv_dtype", "level")
 
 
 @click.command(short_help="Search for faster schedules.")
@@ -87,6 +91,18 @@ def tune(model: str, target: str, location: str | None, trials: int, minutes: fl
             measurer.close()
     if as_json:
         print_json({"target": spec.name, "database": where, "tasks": [outcome.to_json() for outcome in outcomes]})
+    else:
+        click.echo(f"Next: {_build_command(model, where)}", err=True)
+
+
+def _build_command(model: str, database: str) -> str:
+    """A build with the records; it repeats the options that were given here and that a build has too."""
+    context = click.get_current_context()
+    given = [word for parameter in context.command.params
+             if parameter.name in (*_AS_BUILD, "target")
+             and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+             for word in (parameter.opts[0], str(context.params[parameter.name]))]
+    return shlex.join(["relaxpack", "build", model, "-o", "NEW_BUNDLE", *given, "--db", database])
 
 
 def _run(tasks: Sequence[Task], spec: TargetSpec, measurer: Measurer, location: str | None, log_path: Path | None,

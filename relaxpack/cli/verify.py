@@ -10,7 +10,7 @@ from relaxpack.cli.options import bundle_argument, device_option, json_option
 from relaxpack.cli.show import print_json
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.canary import CANARY, CanaryOrigin, CanaryReport, CanarySet
-from relaxpack.errors import BundleError, MissingMemberError
+from relaxpack.errors import BundleError, MissingMemberError, TargetMismatchError
 
 
 @click.command(short_help="Check a bundle's digests and the model's answers.")
@@ -51,7 +51,10 @@ class _Checked:
 
 
 def _run(bundle: Bundle, device: str | None, quiet: bool) -> _Checked:
-    entry = bundle.select_target(kind=device)
+    try:
+        entry = bundle.select_target(kind=device)
+    except TargetMismatchError as error:
+        raise TargetMismatchError(f"{error}. Its digests alone are checked with --no-run") from None
     origin = CanaryOrigin.from_json(entry.canary)
     if CANARY not in bundle:
         why = f": {origin.reason}" if origin is not None and origin.reason else ""

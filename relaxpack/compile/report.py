@@ -87,10 +87,15 @@ def _idle(name: str, built: Sequence[Built]) -> str:
 
 
 def _not_used(one: Built) -> str:
-    """That the databases know other answers for this target's kernels, or ""."""
-    rejected = one.lowered.explanation.get("tuning", {}).get("rejected", [])
-    if not rejected:
+    """That the databases know nothing of this target's kernels, or other answers than those used; else ""."""
+    tuning = one.lowered.explanation.get("tuning")
+    if tuning is None:
         return ""
+    rejected = tuning["rejected"]
+    if not rejected:
+        return "" if tuning["used"] else (
+            f"no tuning record is of a kernel of {one.plan.spec.name}; `relaxpack db ls` lists the records, "
+            "`relaxpack tune` makes some")
     (reason, _), *others = Counter(record["reason"] for record in rejected).most_common()
     return (f"{len(rejected)} tuning records of the kernels of {one.plan.spec.name} are not used: {reason}"
             + (" and other reasons" if others else "") + "; `relaxpack explain` lists them")

@@ -232,7 +232,7 @@ def test_repr_is_short():
 
 
 def test_unknown_parameter_is_named():
-    with pytest.raises(RequestError, match="unknown sampling parameter temprature"):
+    with pytest.raises(RequestError, match=r"unknown sampling parameter temprature: did you mean temperature\?"):
         make(lambda text: "").generate("x", temprature=1)
 
 

@@ -39,6 +39,9 @@ class Faulty(PlainKernels):
         return False
 
 
+RAISES = Faulty.linear.__code__.co_firstlineno + 2
+
+
 class Refusing(PlainKernels):
     def norm(self, spec: NormSpec) -> Kernel:
         raise CompileError(f"hidden size {spec.hidden_size}: make it a multiple of 1000")
@@ -55,8 +58,9 @@ def test_a_crash_names_what_failed_and_replays(tmp_path: Path, monkeypatch: pyte
         lower(Faulty(), tmp_path)
     message = str(caught.value)
     path = tmp_path / "relaxpack-LowerKernels.reproducer.json"
-    for part in ("pass LowerKernels failed in phase 'lower'", "no tile for 96", "decode: ", "relaxpack.linear+swiglu(",
-                 'R.Tensor((t, 32), dtype="float32")', 'R.Tensor((96, 32), dtype="float32")', f"relaxpack replay {path}"):
+    for part in ("pass LowerKernels failed in phase 'lower'", "KeyError: 'no tile for 96' (", f"{__file__}:{RAISES})",
+                 "decode: ", "relaxpack.linear+swiglu(", 'R.Tensor((t, 32), dtype="float32")',
+                 'R.Tensor((96, 32), dtype="float32")', f"relaxpack replay {path}"):
         assert part in message, (part, message)
     assert "weight" in json.loads(path.read_text())["module"]           # names only: the file is small
     assert path.stat().st_size < 1e6

@@ -50,6 +50,7 @@ def modules_of(room: str) -> list[str]:
 
 def test_public_names() -> None:
     assert sorted(relaxpack.__all__) == ["Bundle", "LLM", "__version__", "build_bundle"]
+    assert set(relaxpack.__all__) <= set(dir(relaxpack))        # what completion in an editor or a shell offers
     for name in relaxpack.__all__:
         value = getattr(relaxpack, name)
         assert value.__module__.startswith("relaxpack.") if name != "__version__" else value

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from relaxpack.cli import run
+from relaxpack.cli.diff import _numbers
 from relaxpack.target import TargetSpec
 from tests.helpers.bundles import LIBRARY, write_bundle
 
@@ -38,3 +39,23 @@ def test_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["diff", str(left), str(right)]) == 1
     text = capsys.readouterr().out
     assert "build_options.page_size" in text and "absent" in text and LIBRARY in text and "5 B" in text
+
+
+def test_a_target_of_one_side_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left, right = tmp_path / "a.bundle", tmp_path / "b.bundle"
+    write_bundle(left)
+    write_bundle(right, target=TargetSpec("cpu", "haswell", ("avx2", "fma")))
+    assert run(["diff", str(left), str(right)]) == 1
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("targets.")]
+    assert rows == [["targets.cpu:haswell", "absent", "in", "it"], ["targets.cpu:x86-64-v3", "in", "it", "absent"]]
+    assert run(["diff", str(left), str(right), "--json"]) == 1
+    assert "targets.cpu:haswell.target.features" in json.loads(capsys.readouterr().out)["fields"]
+
+
+@pytest.mark.parametrize("name, values, shown", [
+    ("decode step: bytes", [110_292_324, 1_014_784], ["110 MB", "1.01 MB"]),
+    ("decode step: bytes", [1_014_784, 1_014_790], ["1014784", "1014790"]),
+    ("prefill of 511 tokens: flops", [114_703_534_080, None], ["114.7 G", "absent"]),
+    ("memory: lower bound", [5_505_024, 0], ["5.51 MB", "0 B"]), ("passes", [42, 41], ["42", "41"])])
+def test_numbers_can_be_read_and_told_apart(name: str, values: list[int | None], shown: list[str]) -> None:
+    assert _numbers(name, values) == shown

@@ -130,6 +130,13 @@ def test_verify_names_the_damaged_member(bundle: Path, capsys: pytest.CaptureFix
     assert f"{SHARD} is damaged" in capsys.readouterr().err
 
 
+def test_verify_where_it_does_not_run_names_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_bundle(tmp_path / "gpu.bundle", target=TargetSpec("cuda", "sm_80", ()))
+    assert run(["verify", str(tmp_path / "gpu.bundle"), "--device", "cuda"]) != 0
+    assert "Its digests alone are checked with --no-run" in capsys.readouterr().err
+    assert run(["verify", str(tmp_path / "gpu.bundle"), "--no-run"]) == 0
+
+
 def test_verify_without_running(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["verify", str(bundle), "--no-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"path": str(bundle), "ok": True, "members": 4, "canaries": []}

@@ -1,4 +1,5 @@
-"""The bar while weights go to a GPU: on a terminal only, gone at the end, and never where JSON is printed."""
+"""The bar while weights go to a GPU: on a terminal only, gone at the end, and never where JSON is printed. A build says in
+a log where it is."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from relaxpack.cli import progress as module
-from relaxpack.cli.progress import counting
+from relaxpack.cli.progress import StageBars, counting
 
 
 @pytest.fixture(params=[True, False], ids=["terminal", "pipe"])
@@ -44,3 +45,15 @@ def test_graphs_are_counted(terminal: tuple[bool, io.StringIO]) -> None:
         update(3, 19)
         raise ValueError("a bar ends with its error")
     assert ("CUDA graphs" in stream.getvalue() and "3/19" in stream.getvalue()) is shown
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_build_names_its_long_stages_in_a_log(terminal: tuple[bool, io.StringIO], capsys: pytest.CaptureFixture[str],
+                                                quiet: bool) -> None:
+    shown, stream = terminal
+    with StageBars(quiet=quiet) as bars:
+        bars.stage("checkpoint")
+        bars.stage("compile", 6)
+        bars.advance("graph")
+    assert capsys.readouterr().err == ("" if shown or quiet else "compile ...\n")
+    assert ("compile" in stream.getvalue()) is (shown and not quiet)

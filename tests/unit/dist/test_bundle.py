@@ -273,7 +273,8 @@ def test_a_checkpoint_is_told_from_a_bundle(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("{}")
     checkpoint = tmp_path / name if name.endswith(".gguf") else tmp_path / "checkpoint"
-    with pytest.raises(NotABundleError, match=f"it is a checkpoint: relaxpack build .*{checkpoint.name}$"):
+    command = f"relaxpack build .*{checkpoint.name} -o {checkpoint.stem}.bundle"
+    with pytest.raises(NotABundleError, match=f"it is a checkpoint: {command}$"):
         Bundle.open(checkpoint)
 
 
@@ -309,3 +310,5 @@ def test_a_gpu_target_names_what_is_missing(tmp_path: Path) -> None:
     bundle = Bundle.open(tmp_path / "x.bundle")
     with pytest.raises(TargetMismatchError, match="needs compute capability exactly 9.0, NVIDIA A100 has 8.0"):
         bundle.select_target(Host("x86_64", (), (Gpu("NVIDIA A100", (8, 0), 1 << 36),)))
+    with pytest.raises(TargetMismatchError, match=r"This machine: x86_64 CPU; no NVIDIA GPU\. Build one"):
+        bundle.select_target(Host("x86_64", ("avx2", "fma")))       # what the CPU has is beside the point

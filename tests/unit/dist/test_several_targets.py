@@ -145,7 +145,8 @@ def test_where_nothing_fits_both_sides_are_named(tmp_path: Path) -> None:
                  "NVIDIA A100 (compute capability 8.0)", "relaxpack build", "--target cpu"):
         assert part in text
     with pytest.raises(TargetMismatchError, match=r"cpu:x86-64-v3: another kind was asked for; cuda:sm_90a: this machine "
-                                                  r"has no NVIDIA GPU.*Nothing built for cuda runs here"):
+                                                  r"has no NVIDIA GPU.*Nothing built for cuda runs here: without "
+                                                  r"--device cuda"):
         bundle.select_target(NO_GPU, "cuda")
 
 

@@ -205,6 +205,8 @@ def test_no_weights(tmp_path: Path, files: dict[str, str], words: str) -> None:
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint at.*smollm2"):
         open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="`hf download some-one/Model-1.5B --local-dir Model-1.5B`"):
+        open_checkpoint("some-one/Model-1.5B")
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         open_checkpoint(tmp_path)
     (tmp_path / "notes.txt").write_text("x")
