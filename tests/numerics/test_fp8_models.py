@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 
 from relaxpack import cli
-from relaxpack.compile import BuildOptions, build_bundle
 from relaxpack.compile.weights import choose_formats
 from relaxpack.dist.bundle import Bundle
 from relaxpack.relax_models.checkpoint import open_checkpoint
-from relaxpack.runtime.load import load_model
-from tests.helpers.numerics import decode_logits, prefill_logits, tapes
-from tests.helpers.tiny_checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.helpers.built_logits import IDS, built_logits, relative_error
+from tests.helpers.tiny_checkpoints import write_checkpoint
 from tests.helpers.tiny_fp8 import write_fp8_checkpoint
+from tests.helpers.transformers_reference import transformers_logits
 from tests.reference.numpy_decoder import forward
 
-IDS = np.random.default_rng(2).integers(0, VOCAB_SIZE, 70).tolist()
 TOLERANCE = 2e-3     # as in test_models.py
 
 # scheme → family, what differs from the tiny model; widths that are no multiple of a block among them
@@ -33,27 +31,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("mistral", {"table": True, "tie_word_embeddings": True})}
 
 
-def built_logits(checkpoint: Path, bundle: Path, weights: str) -> np.ndarray:
-    """Logits [70, vocab]: 64 prefilled, 6 decoded."""
-    build_bundle(checkpoint, bundle, options=BuildOptions(
-        weights=weights, max_context=96, max_batch=2, prefill_chunk=64, kv_dtype="float32"))
-    (tape,) = tapes(load_model(bundle).runner, [IDS])
-    return np.concatenate([prefill_logits(tape, 64), decode_logits(tape, 70)])
-
-
 @pytest.mark.parametrize("scheme", MODELS)
 def test_logits_equal_transformers_on_dequantised_weights(tmp_path: Path, scheme: str,
                                                           capsys: pytest.CaptureFixture[str]) -> None:
-    torch = pytest.importorskip("torch", reason="reference: pip install --group reference")
-    transformers = pytest.importorskip("transformers", reason="reference: pip install --group reference")
     family, changes = MODELS[scheme]
     plain, _ = write_fp8_checkpoint(tmp_path / "m", scheme, family, seed=3, **changes)
     shape = {key: value for key, value in changes.items() if key != "table"}
     write_checkpoint(tmp_path / "plain", family, tensors=plain, **shape)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "plain", dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        expected = model(torch.tensor([IDS])).logits[0].numpy()
+    expected = transformers_logits(tmp_path / "plain", IDS)
     got = built_logits(tmp_path / "m", tmp_path / "b", "as-is")
     assert expected.std() > 0.5
     np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
@@ -73,4 +58,4 @@ def test_quantised_at_build(tmp_path: Path) -> None:
     assert set(chosen.values()) == {"fp8", "q8_0"}
     expected = forward(open_checkpoint(folder), IDS, 96)
     got = built_logits(folder, tmp_path / "b", "fp8")
-    assert np.linalg.norm(got - expected) / np.linalg.norm(expected) < 0.06
+    assert relative_error(got, expected) < 0.06

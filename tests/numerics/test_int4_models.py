@@ -12,21 +12,19 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401  isort: skip
 from relaxpack import cli
-from relaxpack.compile import BuildOptions, build_bundle
 from relaxpack.compile.weights import ParameterMaker
 from relaxpack.dist.bundle import Bundle
 from relaxpack.recipe import Concat, FromCheckpoint, Pack
 from relaxpack.relax_models.checkpoint import open_checkpoint
-from relaxpack.runtime.load import load_model
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.target import parse_target
 from relaxpack.weight_format import FORMATS, QuantizedTensor
-from tests.helpers.numerics import decode_logits, prefill_logits, tapes
-from tests.helpers.tiny_checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.helpers.built_logits import IDS, built_logits, relative_error
+from tests.helpers.tiny_checkpoints import write_checkpoint
 from tests.helpers.tiny_int4 import write_int4_checkpoint
+from tests.helpers.transformers_reference import transformers_logits
 from tests.reference.numpy_decoder import forward
 
-IDS = np.random.default_rng(2).integers(0, VOCAB_SIZE, 70).tolist()
 # kind → family, group, what differs from the tiny model
 MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "awq": ("qwen2", 128, {"hidden_size": 128, "intermediate_size": 256}),
@@ -34,31 +32,14 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gptq_v2": ("qwen3", 64, {"num_attention_heads": 4})}
 
 
-def built_logits(checkpoint: Path, bundle: Path, weights: str) -> np.ndarray:
-    """Logits [70, vocab]: 64 prefilled, 6 decoded."""
-    build_bundle(checkpoint, bundle, options=BuildOptions(
-        weights=weights, max_context=96, max_batch=2, prefill_chunk=64, kv_dtype="float32"))
-    (tape,) = tapes(load_model(bundle).runner, [IDS])
-    return np.concatenate([prefill_logits(tape, 64), decode_logits(tape, 70)])
-
-
-def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
-
-
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_equal_transformers_on_dequantised_weights(tmp_path: Path, kind: str,
                                                           capsys: pytest.CaptureFixture[str]) -> None:
     """In float32 up to float32; as they are CPU kernels round activations to int8, in groups of 32."""
-    torch = pytest.importorskip("torch", reason="reference: pip install --group reference")
-    transformers = pytest.importorskip("transformers", reason="reference: pip install --group reference")
     family, group, changes = MODELS[kind]
     plain, _ = write_int4_checkpoint(tmp_path / "m", kind, family, group=group, seed=3, **changes)
     write_checkpoint(tmp_path / "plain", family, tensors=plain, **changes)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "plain", dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        expected = model(torch.tensor([IDS])).logits[0].numpy()
+    expected = transformers_logits(tmp_path / "plain", IDS)
     assert expected.std() > 0.5
     if kind == "awq":
         np.testing.assert_allclose(built_logits(tmp_path / "m", tmp_path / "f32", "f32"), expected, rtol=0, atol=2e-3)

@@ -8,30 +8,25 @@ import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
-import tvm
-import tvm_ffi
 from relaxpack.compile.kernels import kernel_provider
 from relaxpack.compile.lowering import Lowered, lower_model
 from relaxpack.compile.weights import ParameterMaker
 from relaxpack.kernel_spec import KernelProvider
-from relaxpack.model_info import ModelInfo
 from relaxpack.passes.config import HIGHEST_LEVEL, ON_REQUEST, OPTIONAL, PipelineConfig, left_out
 from relaxpack.relax_models.checkpoint import Checkpoint, open_checkpoint
 from relaxpack.relax_models.export import BuildLimits
-from relaxpack.runtime.model_runner import CpuModelRunner
 from relaxpack.target import parse_target
 from relaxpack.weight_format import FORMATS
+from tests.helpers.jit_model import jit_runner
 from tests.helpers.numerics import Tape, decode_logits, prefill_logits, run, tapes
 from tests.helpers.plain_kernels import PlainKernels
 from tests.helpers.tiny_checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.reference.numpy_decoder import forward
-from tvm.runtime.vm import VirtualMachine
 
 LIMITS = BuildLimits(max_context=64, max_batch=2, prefill_chunk=32, page_size=8)
 IDS = np.random.default_rng(4).integers(0, VOCAB_SIZE, 40).tolist()
@@ -40,17 +35,6 @@ TOLERANCE = 2e-5   # float32; only the order of sums differs
 # (left out, on request), drawn from all optional passes.
 SUBSETS = [(frozenset(random.Random(seed).sample(sorted(OPTIONAL), 3 + seed % 4)),
             frozenset(random.Random(seed).sample(list(ON_REQUEST), seed % 3))) for seed in range(6)]
-
-
-class JitLibrary:
-    """What `runtime.vm.Library` is, over a module compiled in this process."""
-
-    def __init__(self, executable: Any, parameters: list[np.ndarray]) -> None:
-        self._vm = VirtualMachine(executable, tvm.cpu())
-        self._parameters = tvm_ffi.convert([tvm.runtime.tensor(p) for p in parameters])
-
-    def call(self, name: str, inputs: list[Any]) -> Any:
-        return self._vm[name](*inputs, self._parameters)
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +52,7 @@ def lowered_without(checkpoint: Checkpoint, disabled: frozenset[str], limits: Bu
 def logits(checkpoint: Checkpoint, lowered: Lowered, provider: KernelProvider = PLAIN) -> np.ndarray:
     """All positions by prefill, then the last ones one by one, then the last row of a prefill alone."""
     config, maker = checkpoint.config, ParameterMaker(checkpoint, provider)
-    info = ModelInfo("tiny", "llama", config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads,
-                     config.head_dim, config.vocab_size, LIMITS.max_context, LIMITS.page_size, "float32", "float32",
-                     LIMITS.max_batch, LIMITS.prefill_chunk, None, (2,), False)
-    library = JitLibrary(lowered.executable, [maker.make(p.recipe, p.dtype) for p in lowered.parameters])
-    runner = CpuModelRunner(library, info, num_pages=16)  # type: ignore[arg-type]
+    runner = jit_runner(config, LIMITS, lowered.executable, [maker.make(p.recipe, p.dtype) for p in lowered.parameters], 16)
     (tape,) = tapes(runner, [IDS])
     last = Tape(runner, IDS, tape.page_ids)
     parts = [prefill_logits(tape, 32), decode_logits(tape, len(IDS))]

@@ -8,17 +8,14 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-import tvm_ffi
 from relaxpack.compile.kernels import attention_spec
 from relaxpack.compile.weights import ParameterMaker
-from relaxpack.model_info import ModelInfo
 from relaxpack.passes.combine_parallel_matmul import CombineParallelMatmul
 from relaxpack.passes.fuse_add_norm import FuseAddNorm
 from relaxpack.passes.fuse_unpack_matmul import FuseUnpackMatmul
@@ -34,27 +31,16 @@ from relaxpack.relax_models.export import BuildLimits, export_model
 from relaxpack.relax_models.rope import RopeConfig, inv_freq
 from relaxpack.runtime.model_runner import CpuModelRunner
 from relaxpack.weight_format import FORMATS
+from tests.helpers.jit_model import jit_runner
 from tests.helpers.numerics import decode_logits, prefill_logits, tapes
 from tests.helpers.plain_kernels import PlainKernels
 from tests.helpers.tiny_checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.reference.numpy_decoder import forward
 from tvm import relax
-from tvm.runtime.vm import VirtualMachine
 
 LIMITS = BuildLimits(max_context=64, max_batch=2, prefill_chunk=32, page_size=8)
 OPTIONAL = ("combine", "pack and fuse", "add + norm", "TVM's fusion")
 TOLERANCE = 2e-5  # float32, plain loops in both; only the order of sums inside TVM's matmul differs
-
-
-class JitLibrary:
-    """What `runtime.vm.Library` is, over a module compiled in this process."""
-
-    def __init__(self, executable: Any, parameters: list[np.ndarray]) -> None:
-        self._vm = VirtualMachine(executable, tvm.cpu())
-        self._parameters = tvm_ffi.convert([tvm.runtime.tensor(p) for p in parameters])
-
-    def call(self, name: str, inputs: list[Any]) -> Any:
-        return self._vm[name](*inputs, self._parameters)
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +76,7 @@ def compiled(checkpoint: Checkpoint, chosen: tuple[str, ...]) -> CpuModelRunner:
     maker = ParameterMaker(checkpoint, provider)
     parameters = [maker.make(recipes.get(p.name, FromCheckpoint(p.name)), str(p.ty.dtype))
                   for p in func.params[num_inputs(func):]]
-    info = ModelInfo("tiny", "llama", config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads,
-                     config.head_dim, config.vocab_size, LIMITS.max_context, LIMITS.page_size, "float32", "float32",
-                     LIMITS.max_batch, LIMITS.prefill_chunk, None, (2,), False)
-    return CpuModelRunner(JitLibrary(executable, parameters), info)  # type: ignore[arg-type]
+    return jit_runner(config, LIMITS, executable, parameters)
 
 
 def logits(runner: CpuModelRunner, ids: list[int]) -> np.ndarray:

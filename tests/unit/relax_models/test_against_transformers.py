@@ -13,6 +13,7 @@ import pytest
 
 from relaxpack.relax_models.checkpoint import open_checkpoint
 from tests.helpers.tiny_checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.helpers.transformers_reference import transformers_logits
 from tests.reference.numpy_decoder import forward
 
 LENGTH = 2100        # for RoPE forms
@@ -51,17 +52,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits(tmp_path: Path, name: str) -> None:
-    torch = pytest.importorskip("torch", reason="reference: pip install --group reference")
-    transformers = pytest.importorskip("transformers", reason="reference: pip install --group reference")
     family, changes = CASES[name]
     length = LENGTH if name == "llama" or {"rope_scaling", "rope_parameters"} & set(changes) else SHORT_LENGTH
     layers = 1 if length == LENGTH else 2  # one layer shows every rotation; two show windows and types per layer
     folder = write_checkpoint(tmp_path / "m", family, seed=3, **{
         "max_position_embeddings": 4096, "num_hidden_layers": layers, **changes})
     ids = np.random.default_rng(5).integers(0, VOCAB_SIZE, length).tolist()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0].numpy()
+    expected = transformers_logits(folder, ids)
     got = forward(open_checkpoint(folder), ids, length)
     assert np.isfinite(expected).all() and expected.std() > 0.5
     # Both in float32 with sums in another order; at position 2100 one float32 rounding of the angle is 1e-4 rad.
