@@ -79,17 +79,6 @@ def apply_trace(workload: Workload, trace: Any) -> Any:
     return schedule
 
 
-def load_problem(record: TuningRecord) -> str:
-    """Why a record of this compiler cannot be applied, or ""."""
-    if record.choice["kind"] != "trace":
-        return ""
-    try:
-        scheduled(record)
-    except DamagedRecordError as error:
-        return str(error)
-    return ""
-
-
 def import_tvm(folder: Path, target: Facts, compiler: Facts, bucket: int | None = None) -> Imported:
     """Records of a folder with TVM's two files, as "stale" records of `target` and `compiler`. Lines that are cut, damaged,
     of another target, or that never ran are named and left out; the rest load."""

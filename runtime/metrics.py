@@ -61,10 +61,6 @@ class EngineMetrics:
     time_per_token: Histogram = field(default_factory=Histogram)        # seconds, mean over a sequence's further tokens
     step_seconds: Histogram = field(default_factory=Histogram)
 
-    @property
-    def cache_hit_rate(self) -> float:
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
     def to_json(self) -> dict[str, object]:
         def plain(value: object) -> object:
             if isinstance(value, Histogram):

@@ -142,10 +142,7 @@ class TextGenerator:
                     if completion.finish_reason is None:     # else more tokens came before its stop string was seen
                         yield self._apply(event, completion, text_stream)
         finally:
-            with self._as_guest():
-                for request in requests:
-                    self.engine.cancel(request)
-                    self._inboxes.pop(request.id, None)
+            self._drop(requests)
 
     def embed(self, prompts: Sequence[Sequence[int]], params: EmbeddingParams | None = None, *,
               salt: str = "") -> np.ndarray:
@@ -162,10 +159,7 @@ class TextGenerator:
             while self._advance(inbox, requests, lambda: False):
                 inbox.clear()
         finally:
-            with self._as_guest():
-                for request in requests:
-                    self.engine.cancel(request)
-                    self._inboxes.pop(request.id, None)
+            self._drop(requests)
         for number, request in enumerate(requests):
             if request.embedding is None:
                 raise RequestError(f"input {number}: {request.sequences[0].error}")
@@ -193,6 +187,13 @@ class TextGenerator:
             return True
         finally:
             self._lock.release()
+
+    def _drop(self, requests: Iterable[Request]) -> None:
+        """End what still runs of them."""
+        with self._as_guest():
+            for request in requests:
+                self.engine.cancel(request)
+                self._inboxes.pop(request.id, None)
 
     @contextmanager
     def _as_guest(self) -> Iterator[None]:

@@ -200,7 +200,7 @@ class _Call:
         self._depth = 0
         self._in_string = self._escaped = False
         self._key: str | None = None
-        self._string_start = self._value_start = 0
+        self._string_start = 0
         self._values: dict[str, tuple[int, int | None]] = {}   # top-level key → span of its value
 
     def feed(self, text: str) -> str:

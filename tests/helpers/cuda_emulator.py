@@ -175,7 +175,6 @@ class EmulatedModule:
             self.parameters[m[1]] = [(t.strip(), n) for t, n in params]
             args = ", ".join(f"*({t.replace('__restrict__', '')}*)a[{k}]" for k, (t, _) in enumerate(self.parameters[m[1]]))
             wrappers.append(f'extern "C" void emu_{m[1]}(void** a) {{ {m[1]}({args}); }}')
-        pools = set(re.findall(r"extern __shared__ __align__\(\d+\) uchar (\w+)\[\];", body))
         body = re.sub(r"extern __shared__ __align__\(\d+\) uchar (\w+)\[\];", r"uchar* \1 = emu::smem;", body)
         body = re.sub(r"__cvta_generic_to_shared\((\w+)\)", r"(unsigned)((unsigned char*)\1 - emu::smem)", body)
         body = re.sub(r"\b__shared__ ", "static ", body)

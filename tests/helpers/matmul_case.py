@@ -13,7 +13,7 @@ import tvm
 from relaxpack.schedules.cuda_compile import compile_module, device_modules
 from relaxpack.schedules.kernels.cuda.packing import pack, row_order, weight_layout
 from relaxpack.target import parse_target
-from relaxpack.weight_format import FORMATS, LARGEST_ZERO, QuantizedTensor, WeightFormat
+from relaxpack.weight_format import FORMATS, LARGEST_ZERO, QuantizedTensor
 from tests.helpers import cuda_emulator
 from tests.helpers.cuda_harness import generate_source, tensor_maps
 
@@ -135,7 +135,3 @@ def emulate(func: Any, grid: tuple[int, ...], threads: int, arch: str = "sm_90a"
     views = {name: value.view(np.uint16) if isinstance(value, np.ndarray) and value.dtype.itemsize == 2 else value
              for name, value in arguments.items()}
     module.run(kernel, grid, threads, cluster, late, **views, **tensor_maps(func, views))
-
-
-def format_of(name: str) -> WeightFormat:
-    return FORMATS[name]

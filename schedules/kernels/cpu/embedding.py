@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from relaxpack.kernel_spec import EmbeddingSpec
+from relaxpack.kernel_spec import EmbeddingSpec, WeightLayout
 
 from .builder import Expr, T, build, i64, load, loop, rows_loop, splat, store, symbol
 from .isa import to_float
@@ -14,24 +15,31 @@ from .layout import HALF, PANEL, Record, float_storage, weight_layout
 def embedding(spec: EmbeddingSpec) -> Any:
     """PrimFunc: token_ids i32[t], weight (the layout of linear) → y [t, H]. An id outside the table reads its nearest
     row: the engine checks ids, a kernel must not fault."""
+    def one(weight: Any, y: Any, row: Expr, token: Expr, panel: Expr) -> None:
+        half = T.bind(T.truncdiv(T.truncmod(token, i64(PANEL)), i64(HALF)))
+        lane = T.bind(T.truncmod(token, i64(HALF)))
+        if spec.weight.quantized:
+            _row_quantized(spec, weight, y, row, panel, half, lane)
+        else:
+            with loop(spec.hidden_size) as k:
+                value = weight[panel, k, half * i64(HALF) + lane]
+                store(y, times(spec, to_float(value, float_storage(spec.weight), 1)), row, k)
+
+    return look_up(spec, weight_layout(spec.weight, spec.vocab_size, spec.hidden_size, False), one)
+
+
+def look_up(spec: EmbeddingSpec, layout: WeightLayout, one: Callable[[Any, Any, Expr, Expr, Expr], None]) -> Any:
+    """The PrimFunc around `one(weight, y, row, token, panel)`, which writes a row of y."""
     t = symbol("t")
-    (_, shape, dtype), = weight_layout(spec.weight, spec.vocab_size, spec.hidden_size, False).buffers
+    (_, shape, dtype), = layout.buffers
     params = [("token_ids", (t,), "int32"), ("weight", shape, dtype), ("y", (t, spec.hidden_size), "float32")]
 
     def body(token_ids: Any, weight: Any, y: Any) -> None:
-        def one(row: Expr) -> None:
+        def row_of(row: Expr) -> None:
             token = T.bind(T.Cast("int64", T.max(T.min(token_ids[row], T.int32(spec.vocab_size - 1)), T.int32(0))))
-            panel = T.bind(T.truncdiv(token, i64(PANEL)))
-            half = T.bind(T.truncdiv(T.truncmod(token, i64(PANEL)), i64(HALF)))
-            lane = T.bind(T.truncmod(token, i64(HALF)))
-            if spec.weight.quantized:
-                _row_quantized(spec, weight, y, row, panel, half, lane)
-            else:
-                with loop(spec.hidden_size) as k:
-                    value = weight[panel, k, half * i64(HALF) + lane]
-                    store(y, times(spec, to_float(value, float_storage(spec.weight), 1)), row, k)
+            one(weight, y, row, token, T.bind(T.truncdiv(token, i64(PANEL))))
 
-        rows_loop(t, one)
+        rows_loop(t, row_of)
 
     return build(params, body)
 

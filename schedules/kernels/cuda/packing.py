@@ -26,7 +26,7 @@ import numpy as np
 
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import WeightLayout
-from relaxpack.weight_format import FORMATS, QuantizedTensor, WeightFormat
+from relaxpack.weight_format import QuantizedTensor, WeightFormat
 
 
 def weight_layout(weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
@@ -126,8 +126,3 @@ def _pack_groups(weight: WeightFormat, values: np.ndarray) -> np.ndarray:
     """Scales or minimums `[N, K / group]` → fragment order."""
     pieces = _pieces(values, 1 if weight.long_groups else 64 // weight.group_size)   # [strip, chunk, row, g, group]
     return np.ascontiguousarray(pieces.transpose(0, 1, 3, 2, 4)).reshape(-1)
-
-
-def known_formats() -> list[str]:
-    """Names of the weight formats that have CUDA kernels."""
-    return [name for name, weight in FORMATS.items() if name != "f32"]
