@@ -95,12 +95,7 @@ def linear_space(spec: LinearSpec, convert: bool = False) -> Space:
 
 def default_choice(spec: LinearSpec) -> Parameters:
     """What the rule takes, in the words of the space."""
-    assert spec.max_rows is not None
-    n, k, rows = spec.out_features, spec.in_features, spec.max_rows
-    if spec.weight.quantized and rows <= linear.UNPACK_ROWS:
-        name, options = linear.quantized_plan(spec, rows, True)
-    else:
-        name, options = linear.hopper_plan(n, k, rows, spec.gated)
+    name, options = linear.rule_plan(spec, "sm_90a")
     return {"family": name, **options}
 
 

@@ -51,9 +51,8 @@ QUANTIZED_FAMILIES: dict[str, Callable[..., Any]] = {
     "gemm_group_columns": gemm_group_columns, "gemm_rows_quant": gemm_rows_quant, "gemm_rows_bulk": gemm_rows_bulk,
     "gemm_few_quant": gemm_few_quant, "gemm_few_bulk": gemm_few_bulk, "gemm_mixed": gemm_mixed}
 Plan = tuple[str, dict[str, int]]
-NORM_FAMILIES = ("gemm_rows", "gemm_group_columns")      # families that can have a norm inside
-# How the names of stages with a RowsEpilogue begin.
-KNOW_NORMS = ("gemm_rows_co", "gemm_group_columns_", "gemm_rows_quant_", "gemm_rows_bulk_")
+# How the names of families begin that can have a norm inside, and those of their stages.
+NORM_FAMILIES = ("gemm_rows", "gemm_group_columns")
 
 
 def linear(spec: LinearSpec, arch: str, activations: str = "float") -> Kernel:
@@ -64,11 +63,21 @@ def linear(spec: LinearSpec, arch: str, activations: str = "float") -> Kernel:
         if activations == "fp8" and rounds_activations(spec, arch):
             return e4m3(spec)
         return _quantized(spec, hopper, spec.weight.e4m3 and can_convert(arch))
-    plan = hopper_plan if hopper and _fits_tma(spec) else generic_plan
     if spec.max_rows is not None:
-        return _one(spec, plan(spec.out_features, spec.in_features, spec.max_rows, spec.gated), hopper)
+        return _one(spec, rule_plan(spec, arch), hopper)
+    plan = hopper_plan if hopper and _fits_tma(spec) else generic_plan
     limits = GENERIC_ROWS if plan is generic_plan else DECODE_ROWS if spec.phase == "decode" else PREFILL_ROWS
     return _several(spec, [(limit, plan(spec.out_features, spec.in_features, limit, spec.gated)) for limit in limits])
+
+
+def rule_plan(spec: LinearSpec, arch: str) -> Plan:
+    """Family and tiling of the kernel for exactly `max_rows` rows; of a weight that is unpacked first, of the product."""
+    assert spec.max_rows is not None
+    hopper = arch == "sm_90a"
+    if spec.weight.quantized and spec.max_rows <= UNPACK_ROWS:
+        return quantized_plan(spec, spec.max_rows, hopper)
+    plan = hopper_plan if hopper and _fits_tma(spec) else generic_plan
+    return plan(spec.out_features, spec.in_features, spec.max_rows, spec.gated)
 
 
 def _fits_tma(spec: LinearSpec) -> bool:
@@ -196,13 +205,12 @@ def few_estimate(n: int, k: int, columns: int, split: int, share: int, **_: int)
     return (2.2 if share == 2 else 3.7) + max(product, 2 * k * n / 3.7e6) + reduction
 
 
-def folds_norm(spec: LinearSpec, plain: Kernel) -> bool:
-    """Whether the kernel that was chosen without the norm, `plain`, can have it: those for few rows. In float16 w * x may
-    overflow where the normed x does not, so norms stay what they are there."""
+def folds_norm(spec: LinearSpec, plain: str) -> bool:
+    """Whether the kernel that was chosen without the norm, whose family or stage is named `plain`, can have it: those for
+    few rows. In float16 w * x may overflow where the normed x does not, so norms stay what they are there."""
     features = spec.out_features if spec.prepares_norm else spec.in_features
-    (*_, stage) = plain.stages
     return spec.activation_dtype == "bfloat16" and spec.max_rows is not None and features % NORM_GROUP == 0 \
-        and stage.name.startswith(KNOW_NORMS) and not (spec.prepares_norm and spec.norm_epsilon is not None) \
+        and plain.startswith(NORM_FAMILIES) and not (spec.prepares_norm and spec.norm_epsilon is not None) \
         and (not spec.prepares_norm or (spec.out_dtype == spec.activation_dtype and not spec.gated))
 
 
@@ -369,7 +377,7 @@ def _stage(spec: LinearSpec, func: Any, name: str, weight: tuple[str, ...]) -> S
     outputs = ("y", "scaled", "squares") if spec.prepares_norm else ("y",)
     inputs = ("x", *weight, *(key for key, there in extras.items() if there))
     # The kernels for few rows read a residual before they write, in the thread that writes there.
-    over = spec.residual and name.startswith(KNOW_NORMS) and spec.out_dtype == spec.activation_dtype
+    over = spec.residual and name.startswith(NORM_FAMILIES) and spec.out_dtype == spec.activation_dtype
     return Stage(func, name, inputs, outputs, overwrites=(("residual", "y"),) if over else ())
 
 

@@ -28,7 +28,7 @@ from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
 from relaxpack.schedules.kernels.cuda.embedding import embedding
 from relaxpack.schedules.kernels.cuda.head_sample import head_sample
 from relaxpack.schedules.kernels.cuda.library import library_linear
-from relaxpack.schedules.kernels.cuda.linear import folds_norm, linear, rounds_activations
+from relaxpack.schedules.kernels.cuda.linear import folds_norm, linear, rounds_activations, rule_plan
 from relaxpack.schedules.kernels.cuda.norm import norm_kernel
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
@@ -59,6 +59,7 @@ class CudaKernels:
         self._library_for, self._tuned = library_for, tuned
         self._kernels: dict[Hashable, Kernel] = {}
         self._fused: dict[Hashable, Kernel | None] = {}
+        self._recorded: dict[Hashable, Kernel | None] = {}
 
     def weight_layout(self, weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
         return packing.weight_layout(weight, out_features, in_features, gated)
@@ -75,7 +76,13 @@ class CudaKernels:
         return self._cached(("linear", spec), lambda: self._found("linear", spec) or linear(spec, self.arch))
 
     def folds_norm(self, spec: LinearSpec) -> bool:
-        return folds_norm(spec, self.linear(spec.without_norm()))
+        """Decided by the plan: the kernel without the norm is not made to be asked for its name."""
+        plain = spec.without_norm()
+        if spec.max_rows is None or self._library_for(plain) is not None or (
+                self.activations == "fp8" and rounds_activations(plain, self.arch)):
+            return False
+        found = self._found("linear", plain)
+        return folds_norm(spec, found.stages[-1].name if found is not None else rule_plan(plain, self.arch)[0])
 
     def embedding(self, spec: EmbeddingSpec) -> Kernel:
         name = f"embedding_{spec.weight.name}_{spec.vocab_size}x{spec.hidden_size}_{spec.activation_dtype}" + (
@@ -132,16 +139,19 @@ class CudaKernels:
             self._fused[key] = head_sample(spec, sampling, self.arch)
         return self._fused[key]
 
-    def asked(self) -> list[tuple[str, Any, Kernel]]:
-        """The questions so far: operation, spec and answer."""
-        return [(key[0], key[-1], kernel) for key, kernel in self._kernels.items() if isinstance(key, tuple)]
-
     def _found(self, operation: str, spec: LinearSpec | NormSpec | AttentionSpec | FusedAttentionSpec) -> Kernel | None:
-        """The kernel of a tuning record. One of a library keeps its source, by which a bundle says what it needs."""
+        """The kernel of a tuning record, looked up once. One of a library keeps its source, by which a bundle says what it
+        needs."""
         if self._tuned is None:
             return None
+        key = (operation, spec)
+        if key not in self._recorded:
+            self._recorded[key] = self._recorded_kernel(self._tuned, operation, spec)
+        return self._recorded[key]
+
+    def _recorded_kernel(self, tuned: TunedKernels, operation: str, spec: Any) -> Kernel | None:
         label = f"{operation}_{spec.out_features}x{spec.in_features}" if isinstance(spec, LinearSpec) else operation
-        found = self._tuned.kernel(operation, spec, label)
+        found = tuned.kernel(operation, spec, label)
         if found is None:
             return None
         kernel, source = found

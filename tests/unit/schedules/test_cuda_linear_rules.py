@@ -11,11 +11,13 @@ from relaxpack.kernel_spec import LinearSpec
 from relaxpack.schedules.kernels.cuda.gemm_few_bulk import stages_that_fit
 from relaxpack.schedules.kernels.cuda.linear import (
     CLUSTERS,
+    NORM_FAMILIES,
     few_tiling,
     generic_plan,
     hopper_plan,
     many_tiling,
     quantized_plan,
+    rule_plan,
 )
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.schedules.kernels.cuda.quantized_tilings import group_columns_tiling, quantized_few_tiling
@@ -134,6 +136,19 @@ def test_kernels_for_few_rows_fold_norms(changes):
     {"activation_dtype": "float16", "out_dtype": "float16", "weight": FORMATS["f16"]}, {"library": "cublaslt"}], ids=str)
 def test_others_do_not(changes):
     assert folds(**changes) == (False, False)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("weight", ["bf16", "q4_1", "q8_0", "fp8"])
+def test_asking_for_a_norm_makes_no_kernel_and_knows_its_family(arch, weight):
+    """The plan, which is asked, names the kernel that would be made."""
+    for rows in (1, 2, 8, 9, 16, 64, 65, 256):
+        spec = LinearSpec(1024, 1024, FORMATS[weight], "decode", "bfloat16", "bfloat16", max_rows=rows)
+        provider = CudaKernels(TargetSpec("cuda", arch))
+        answer = provider.folds_norm(replace(spec, norm_epsilon=1e-5))
+        assert not provider._kernels
+        stage = provider.linear(spec).stages[-1].name
+        assert stage.startswith(f"{rule_plan(spec, arch)[0]}_") and answer == stage.startswith(NORM_FAMILIES), (rows, stage)
 
 
 def test_what_a_norm_needs_of_a_matmul():
