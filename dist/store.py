@@ -32,16 +32,21 @@ class Store(Protocol):
         """(file, offset, bytes) where the member lies, for memory mapping."""
 
 
+def require_something(path: Path) -> None:
+    """Raises NotABundleError where nothing is at `path`."""
+    if not path.exists():
+        raise NotABundleError(f"{path} does not exist; build a bundle with: relaxpack build MODEL -o {path}")
+
+
 def open_store(path: Path) -> Store:
     """Folder or single file, with a manifest of sane size. Raises NotABundleError."""
+    require_something(path)
     if path.is_dir():
         store: Store = FolderStore(path)
     elif path.is_file():
         store = ZipStore(path)
-    elif path.exists():
-        raise NotABundleError(f"{path} is neither a folder nor a file: not a bundle")
     else:
-        raise NotABundleError(f"{path} does not exist; build a bundle with: relaxpack build MODEL -o {path}")
+        raise NotABundleError(f"{path} is neither a folder nor a file: not a bundle")
     try:
         size = store.size(MANIFEST)
     except MissingMemberError:

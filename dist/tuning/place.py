@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from relaxpack.errors import DatabaseError, EnvironmentProblem
 
 INDEX = "index.json"
 _TRIES = 5
+_SETTLE_SECONDS = 0.5      # that an index needs at least to be as its writers leave it
 _NO_UPLOADS = " (a web server must take PUT; where it does not, push to a folder or bucket that it serves)"
 T = TypeVar("T")
 
@@ -27,7 +29,8 @@ class Place:
     """`url` names a folder of bundles, or one bundle (anything that ends in .jsonl), to read only. Every failure of the
     transport raises DatabaseError with the URL."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, wait: Callable[[float], None] = time.sleep) -> None:
+        self.wait = wait
         self.url = url.rstrip("/") if "://" in url else str(Path(url).absolute())
         self.shown = _without_password(self.url)
         self.listing_problem = ""            # why nothing could be listed, to be said where nothing is found
@@ -66,11 +69,20 @@ class Place:
         if self.is_one_bundle:
             raise DatabaseError(f"{self.shown} is one bundle, which is never changed; push to the folder that holds it")
         self._put(name, data)
-        for _ in range(_TRIES):              # two writers of one index: the one that finds itself missing writes again
-            indexed = self._indexed()
-            if name in indexed:
+        self._index(name)
+
+    def _index(self, name: str) -> None:
+        """Several may write the index at once, and the last one's is there. Each looks again after its own writing: where
+        the place lists its bundles, whether all of them are in it; where it does not, whether its own still is, once
+        another who had read the index before has had the time to write it."""
+        for attempt in range(_TRIES + 1):
+            began = time.monotonic()
+            listed, indexed = self._listed(), self._indexed()
+            if {name, *listed} <= set(indexed) or attempt == _TRIES:
                 return
-            self._put(INDEX, json.dumps(sorted({*indexed, *self._listed(), name}), indent=0).encode())
+            self._put(INDEX, json.dumps(sorted({*indexed, *listed, name}), indent=0).encode())
+            if name not in listed:
+                self.wait(max(_SETTLE_SECONDS, 3 * (time.monotonic() - began)))
 
     def path(self, name: str) -> str:
         return f"{self.shown}/{name}" if name else self.shown
@@ -84,8 +96,11 @@ class Place:
             folder = Path(self._root)
             folder.mkdir(parents=True, exist_ok=True)
             beside = folder / f".{name}.{os.getpid()}"
-            beside.write_bytes(data)
-            beside.replace(folder / name)
+            try:
+                beside.write_bytes(data)
+                beside.replace(folder / name)
+            finally:
+                beside.unlink(missing_ok=True)
 
         self._guarded(f"write {name} to", beside_then_rename)
 

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 420, 240, 56, 70, 70
+_LABEL_WIDTH = 80       # of the longest one, like "p99 1234567"
 _STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #44423c; } .title { font-size: 16px; font-weight: 600; fill: #24231f; }
 .name { font-size: 13px; font-weight: 600; } .axis { stroke: #cfcac0; } .grid { stroke: #ece8e0; } .line { fill: none;
 stroke: #2f6b5c; stroke-width: 2; } .mark { stroke: #b0562f; stroke-dasharray: 4 3; } .back { fill: #fbfaf8; }
+.label { paint-order: stroke; stroke: #fbfaf8; stroke-width: 5px; stroke-linejoin: round; }
 @media (prefers-color-scheme: dark) { text { fill: #b8b4aa; } .title { fill: #e9e6df; } .axis { stroke: #4a4843; }
-.grid { stroke: #2d2c29; } .line { stroke: #7fbfac; } .mark { stroke: #e09a76; } .back { fill: #1b1b1a; } }
+.grid { stroke: #2d2c29; } .line { stroke: #7fbfac; } .mark { stroke: #e09a76; } .back { fill: #1b1b1a; }
+.label { stroke: #1b1b1a; } }
 """
 
 
@@ -65,15 +68,21 @@ def _panel(panel: Panel) -> str:
     parts.append(f'<line class="axis" x2="{WIDTH}" y1="{high}" y2="{high}"/>'
                  f'<text x="{WIDTH}" y="{high + 34}" text-anchor="end">{escape(panel.x_label)}</text>'
                  f'<text x="{WIDTH}" y="-8" text-anchor="end">{escape(panel.y_label)}</text>')
-    for number, (x, label) in enumerate(panel.marks):
-        at = WIDTH * x / right
-        parts.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y2="{high}"/>'
-                     f'<text x="{min(at + 4, WIDTH - 60):.1f}" y="{high - 8 - 16 * number}">'
-                     f"{escape(label)} {_number(x)}</text>")
+    places = [WIDTH * x / right for x, _ in panel.marks]
+    parts += [f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y2="{high}"/>' for at in places]
     line = " ".join(f"{WIDTH * x / right:.1f},{high - high * y / top:.1f}" for x, y in _thinned(panel.points))
     if line:
         parts.append(f'<polyline class="line" points="{line}"/>')
+    for number, (at, (x, label)) in enumerate(zip(places, panel.marks, strict=True)):
+        parts.append(_label(at, high - 8 - 16 * number, f"{label} {_number(x)}"))
     return "".join(parts)
+
+
+def _label(at: float, y: int, text: str) -> str:
+    """Beside the line it names, on the side where there is room. Over all lines, on ground of its own: that of another mark
+    may be as near as it likes."""
+    side = f'x="{at - 4:.1f}" text-anchor="end"' if at > WIDTH - _LABEL_WIDTH else f'x="{at + 4:.1f}"'
+    return f'<text class="label" {side} y="{y}">{escape(text)}</text>'
 
 
 def _thinned(points: Sequence[tuple[float, float]], most: int = 400) -> Sequence[tuple[float, float]]:

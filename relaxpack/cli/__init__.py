@@ -21,6 +21,7 @@ import click
 from click.exceptions import NoArgsIsHelpError
 
 from relaxpack import __version__
+from relaxpack.cli.signals import Stopped, stoppable
 from relaxpack.errors import EnvironmentProblem, RelaxpackError
 
 INTERRUPTED = 130   # 128 + SIGINT, as shells have it
@@ -99,8 +100,11 @@ def run(args: Sequence[str] | None = None) -> int:
     _repair_streams()
     result, interrupted = None, False
     try:
-        result = group.main(args=None if args is None else list(args), prog_name="relaxpack", standalone_mode=False)
-        sys.stdout.flush()
+        with stoppable():
+            result = group.main(args=None if args is None else list(args), prog_name="relaxpack", standalone_mode=False)
+            sys.stdout.flush()
+    except Stopped as stop:
+        return _say(str(stop), stop.exit_code)
     except click.ClickException as error:
         return _say(_usage(error), error.exit_code)
     except (_Interrupted, click.Abort, KeyboardInterrupt):
@@ -158,7 +162,7 @@ def _say(message: str, exit_code: int) -> int:
     prefix = "" if message.startswith("Usage:") else "relaxpack: "
     try:
         print(prefix + one_line, file=sys.stderr)
-    except BrokenPipeError:
+    except OSError:          # nobody reads it any more: a pipe is closed, a terminal gone
         pass
     return exit_code
 

@@ -6,15 +6,13 @@ import json
 import shlex
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from relaxpack.cli.signals import ENDING, stoppable
 from relaxpack.errors import UsageError
 from relaxpack.explain.pass_notes import NOTES
 from relaxpack.model_info import KV_DTYPES
@@ -101,7 +99,7 @@ def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None,
         raise UsageError(f"--gpu names one GPU, got {' and '.join(map(repr, gpus))}: make a bundle for each")
     chosen = BuildOptions(disabled_passes=frozenset(disabled), enabled_passes=frozenset(enabled), ignore_config_keys=ignored,
                           embeddings=embeddings or "none", **options)
-    with _interruptible() as check, StageBars(check, quiet=as_json) as bars:
+    with stoppable((signal.SIGINT, *ENDING)) as check, StageBars(check, quiet=as_json) as bars:
         report = build_bundle(model, output, targets, chosen, force=force, dump=dump, progress=bars,
                               databases=databases, gpu=gpus[0] if gpus else None)
     for warning in report.warnings:
@@ -113,35 +111,6 @@ def build(model: str, output: Path, targets: tuple[str, ...], dump: Path | None,
         sys.stdout.write("\n")
     else:
         _print_summary(report)
-
-
-@contextmanager
-def _interruptible() -> Iterator[Callable[[], None]]:
-    """Ctrl-C ends a build as KeyboardInterrupt even where it strikes inside TVM, which turns it into an error of a pass
-    or swallows it. Gives what the build calls now and then to notice that."""
-    seen = False
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal seen
-        seen = True
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if seen:
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        yield check
-        return
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield check
-    except Exception:
-        if seen:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _print_timing(passes: list[dict[str, Any]]) -> None:

@@ -79,7 +79,8 @@ def standard_input() -> str:
 
 
 def existing_bundle(bundle: str) -> str:
-    """Refuse a path where nothing is, before anything heavy is imported."""
-    if not Path(bundle).exists():
-        raise UsageError(f"no bundle at {bundle!r}: `relaxpack build MODEL -o {bundle}` makes one")
+    """Refuse a path where nothing is, before anything heavy is imported. Raises what `Bundle.open` raises there."""
+    from relaxpack.dist.store import require_something
+
+    require_something(Path(bundle))
     return bundle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,16 +123,8 @@ def _run(tasks: Sequence[Task], spec: TargetSpec, measurer: Measurer, location: 
         if again:
             for task in tasks:
                 log.forget(session.key(task))
-        before = signal.signal(signal.SIGTERM, _interrupt)      # so that the workers end too
-        try:
-            with table:
-                return session.run(), store.location
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+        with table:
+            return session.run(), store.location
 
 
 def _measurer(spec: TargetSpec, tracker: str | None, key: str | None) -> Measurer:

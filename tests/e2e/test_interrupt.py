@@ -1,4 +1,4 @@
-"""Ctrl-C while a bundle is built: one line, exit code 130, nothing half-written."""
+"""Ctrl-C, SIGTERM and SIGHUP while a bundle is built: one line, 128 and the signal's number, nothing half-written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,11 @@ def writing(build: subprocess.Popen[str], out: Path) -> bool:
     return bool(list(out.glob("x.bundle.partial-*/bundle/params/*/*")))
 
 
-@pytest.mark.parametrize(("reached", "before"), [(loading_or_compiling, ""), (compiling, ""), (writing, WRITING)])
-def test_ctrl_c_leaves_what_was_there(tmp_path: Path, reached: object, before: str) -> None:
+@pytest.mark.parametrize(("number", "reached", "before"), [
+    (signal.SIGINT, loading_or_compiling, ""), (signal.SIGINT, compiling, ""), (signal.SIGINT, writing, WRITING),
+    (signal.SIGTERM, compiling, ""), (signal.SIGTERM, writing, WRITING), (signal.SIGHUP, writing, WRITING)])
+def test_a_signal_leaves_what_was_there(tmp_path: Path, number: signal.Signals, reached: Callable[..., bool],
+                                        before: str) -> None:
     write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=16)     # seconds, so that nobody comes too late
     out = tmp_path / "out"
     write_bundle(out / "x.bundle")
@@ -52,7 +56,8 @@ def test_ctrl_c_leaves_what_was_there(tmp_path: Path, reached: object, before: s
                               out / "x.bundle", "--force"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                              env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     eventually(lambda: build.poll() is not None or reached(build, out), "the stage", 300)
-    build.send_signal(signal.SIGINT)
+    build.send_signal(number)
     _, errors = build.communicate(timeout=300)
-    assert build.returncode == 130 and errors.strip().splitlines()[-1] == "relaxpack: interrupted", errors
+    said = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+    assert build.returncode == 128 + number and errors.strip().splitlines()[-1] == f"relaxpack: {said}", errors
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == found

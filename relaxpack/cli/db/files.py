@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,7 @@ def export(path: Path, location: str | None, tvm: bool, force: bool, as_json: bo
         if tvm:
             count, left = export_tvm(records, path)
         else:
-            beside = path.with_name(f".{path.name}.partial")
-            beside.write_bytes(encode(records))
-            beside.replace(path)
+            _write(path, encode(records))
             count = len(records)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another place") from None
@@ -66,6 +65,15 @@ def export(path: Path, location: str | None, tvm: bool, force: bool, as_json: bo
         return print_json({"path": str(path), "records": count, "left_out": damage_json(left)})
     click.echo(f"{path}: {many(count)}")
     print_damage(left, "Left out")
+
+
+def _write(path: Path, data: bytes) -> None:
+    beside = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        beside.write_bytes(data)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 @click.command("import", short_help="Read records from a file.")

@@ -12,11 +12,11 @@ from click.testing import CliRunner
 
 from relaxpack.bench.client import LoadClient, Sample
 from relaxpack.bench.load import run_load
-from relaxpack.bench.picture import Panel, distribution, draw
+from relaxpack.bench.picture import WIDTH, Panel, distribution, draw
 from relaxpack.bench.report import ServiceLevel, percentile, summary
 from relaxpack.bench.workload import Workload, requests_of
 from relaxpack.cli.bench import bench
-from relaxpack.errors import EnvironmentProblem, UsageError
+from relaxpack.errors import EnvironmentProblem, NotABundleError, UsageError
 from relaxpack.runtime.server.serve import background
 from tests.helpers.server import hash_model
 from tests.helpers.waiting import DEADLINE
@@ -140,10 +140,28 @@ def test_the_command_prints_a_table_json_and_a_picture(server, tmp_path):
 
 
 def test_the_command_refuses_what_makes_no_sense():
-    for arguments, words in ((["serve", "http://x", "--rate", "1", "-c", "2"], "closed one"),
-                             (["serve", "nowhere.bundle"], "no bundle"), (["latency", "nowhere.bundle"], "no bundle")):
+    for arguments, kind, words in ((["serve", "http://x", "--rate", "1", "-c", "2"], UsageError, "closed one"),
+                                   (["serve", "nowhere.bundle"], NotABundleError, "does not exist"),
+                                   (["latency", "nowhere.bundle"], NotABundleError, "does not exist")):
         done = CliRunner().invoke(bench, arguments)
-        assert isinstance(done.exception, UsageError) and words in str(done.exception)
+        assert isinstance(done.exception, kind) and words in str(done.exception)
+
+
+@pytest.mark.parametrize("values", [
+    [0.0100, 0.0101, 0.0102], [5.0] * 9, [0.001] * 98 + [9.0] * 2, [1e-6, 2e3], [0.5, 0.5001]])
+def test_labels_of_marks_are_readable_however_near_they_are(values):
+    root = ET.fromstring(draw("t", "f", [distribution("x", values)]))
+    group = root.find("{http://www.w3.org/2000/svg}g")
+    kinds = [node.get("class") for node in group]
+    assert kinds[-2:] == ["label", "label"], "above marks and curve"
+    boxes = []
+    for node in list(group)[-2:]:
+        width, x = 7.5 * len(node.text), float(node.get("x"))
+        left = x - width if node.get("text-anchor") == "end" else x
+        assert left >= -4 and left + width <= WIDTH + 4, node.text
+        boxes.append(float(node.get("y")))
+    assert abs(boxes[0] - boxes[1]) >= 15, "one line of text apart"
+    assert root.find("{http://www.w3.org/2000/svg}style").text.count(".label {") == 2, "on a ground, light and dark"
 
 
 def test_pictures_are_well_formed_whatever_the_numbers():

@@ -11,6 +11,7 @@ import pytest
 
 import relaxpack.cli as cli
 import relaxpack.compile
+from relaxpack.cli.signals import ENDING, Stopped
 from relaxpack.compile.text_members import chat_problem
 from relaxpack.errors import CompileError
 from relaxpack.explain.pass_notes import NOTES
@@ -45,22 +46,25 @@ def test_options_that_make_no_sense_are_one_line(checkpoint: Path, tmp_path: Pat
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(("number", "said"), [
+    (signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGHUP, "stopped by SIGHUP")])
 @pytest.mark.parametrize("swallowed", [False, True])
-def test_ctrl_c_inside_tvm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], swallowed: bool) -> None:
+def test_a_signal_inside_tvm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], swallowed: bool,
+                             number: signal.Signals, said: str) -> None:
     """TVM makes an error of a pass of it, or nothing at all."""
     def build(*args: object, progress: relaxpack.compile.Progress, **options: object) -> None:
         try:
-            os.kill(os.getpid(), signal.SIGINT)
-        except KeyboardInterrupt:
+            os.kill(os.getpid(), number)
+        except (KeyboardInterrupt, Stopped):
             if not swallowed:
                 raise CompileError("pass LowerKernels failed: RuntimeError") from None
         progress.advance("next")
         raise AssertionError("went on")
     monkeypatch.setattr(relaxpack.compile, "build_bundle", build)
-    before = signal.getsignal(signal.SIGINT)
-    assert cli.run(["build", "m", "-o", "x"]) == 130
-    assert capsys.readouterr().err == "relaxpack: interrupted\n"
-    assert signal.getsignal(signal.SIGINT) is before
+    before = [signal.getsignal(one) for one in (signal.SIGINT, *ENDING)]
+    assert cli.run(["build", "m", "-o", "x"]) == 128 + number
+    assert capsys.readouterr().err == f"relaxpack: {said}\n"
+    assert [signal.getsignal(one) for one in (signal.SIGINT, *ENDING)] == before
 
 
 def test_help_lists_the_passes_that_options_name(capsys: pytest.CaptureFixture[str]) -> None:

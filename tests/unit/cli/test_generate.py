@@ -117,4 +117,4 @@ def test_prompts_are_utf8_in_any_locale(model, capsys):
 
 def test_missing_bundle_names_the_command_that_makes_one(capsys):
     code, _out, err = run(capsys, "no/such.bundle", "x")
-    assert code == 2 and "relaxpack build" in err and err.count("\n") == 1
+    assert code == 5 and "relaxpack build" in err and err.count("\n") == 1

@@ -12,7 +12,7 @@ from relaxpack.errors import UsageError
 
 
 def test_a_bundle_that_is_not_there(capsys):
-    assert run(["serve", "nowhere.bundle"]) == 2
+    assert run(["serve", "nowhere.bundle"]) == 5
     assert "relaxpack build" in capsys.readouterr().err
 
 
