@@ -7,7 +7,8 @@ Every kernel against float64 first. `shared`: rope_append and attention of one l
 shared keys read once and without. `chain`: between the matmuls of 32 layers, as in fused_attention.py. `coverage`:
 attention alone beside torch's SDPA and a plain read. `long`: one sequence of 32768 keys alone, the variants in turn. Of a
 kernel `spread.MODEL.ROWS@VARIANT`, `c` is a merge of as few blocks as there may be cuts, `e` as many blocks as divide the
-tiles of one long sequence, `1c`, `2c` and `3c` so many blocks a multiprocessor.
+tiles of one long sequence, `1c`, `2c` and `3c` so many blocks a multiprocessor; `h` reads shared keys by wgmma (`h8`: 8
+blocks share them), `hc` does both.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CHAIN = ((8, "ragged"), (1, 32768), (32, "ragged"), (1, 8192), (16, 8192), (8, 2
          (32, 512), (8, 512))
 BUCKETS = tuple(sorted({rows for rows, _ in CHAIN}))
 MOST = 24                 # calls in a graph, at least: its launch counts little then
-VARIED = (1, 8, 32)       # buckets of which all variants are built, of the others `c`
+VARIANTS = {1: ("c", "e", "ec", "1c", "2c", "3c"), 8: ("c", "ec")}          # by bucket; of the others `c`
 LONG = ((1, 32768), (1, 16384), (1, 8192), (4, 32768))
 COVERAGE = ((1, 512), (16, 8192), (1, 32768))
 
@@ -58,6 +59,7 @@ def build(folder: Path, only: str) -> None:
     from relaxpack.kernel_spec import LinearSpec
     from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention, spread_attention
     from relaxpack.schedules.kernels.cuda.attention_decode_tuning import spread_tuning
+    from relaxpack.schedules.kernels.cuda.attention_prefix_hopper import hopper_prefix_tuning
     from relaxpack.schedules.kernels.cuda.linear import linear
     from relaxpack.schedules.kernels.cuda.rope_append import rope_append
     from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
@@ -71,8 +73,16 @@ def build(folder: Path, only: str) -> None:
         for rows in sorted({1, *BUCKETS, *(rows for rows, _, _ in SHARED)}):
             kernels[f"spread.{model}.{rows}"] = spec, spread_attention(spec, rows)
             for variant, tuning in varied(spec, spread_tuning(spec, rows, "sm_90a")).items():
-                if variant == "c" or rows in VARIED:
+                if variant in VARIANTS.get(rows, ("c",)):
                     kernels[f"spread.{model}.{rows}@{variant}"] = spec, spread_attention(spec, rows, tuning=tuning)
+        for rows in sorted({rows for rows, _, _ in SHARED}):
+            compact = dataclasses.replace(spread_tuning(spec, rows, "sm_90a"), compact=True)
+            prefix = hopper_prefix_tuning(spec, rows)
+            halved = dataclasses.replace(prefix, splits=8)
+            for variant, options in {"h": {"prefix": prefix}, "hc": {"prefix": prefix, "tuning": compact},
+                                     "h8": {"prefix": halved}}.items():
+                if variant == "h" or rows == 32:
+                    kernels[f"spread.{model}.{rows}@{variant}"] = spec, spread_attention(spec, rows, **options)
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         for rows in BUCKETS:
             kernels[f"fused.{model}.{rows}"] = spec, rope_append_attention(spec, rows)

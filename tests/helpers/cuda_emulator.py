@@ -65,6 +65,7 @@ RULES: list[tuple[str, Any]] = [
     (r"st\.shared::cluster\.v[24]\.f32", lambda o, i, m: (
         f"{{ unsigned char* p = emu::remote({i[0]}, {4 * len(i[1:])}); "
         + "".join(f"memcpy(p + {4 * k}, &{v}, 4); " for k, v in enumerate(i[1:])) + "}")),
+    (r"ld\.global\.v4\.f32", lambda o, i, m: f"memcpy4({', '.join(o)}, {i[0]});"),
     (r"ld\.shared\.v[24]\.f32", lambda o, i, m: "".join(
         f"memcpy(&{v}, emu::smem + {i[0]} + {4 * k}, 4);" for k, v in enumerate(o))),
     (r"barrier\.cluster\.arrive\S*", lambda o, i, m: "emu::cluster_arrive();"),
@@ -88,7 +89,7 @@ RULES: list[tuple[str, Any]] = [
         f"{{ uint32_t r[4] = {{{', '.join(i[1:])}}}; emu::stmatrix4({i[0]}, r); }}"),
     (r"ld\.shared(::cluster)?\.v4\.f32", lambda o, i, m: "".join(
         f"memcpy(&{v}, emu::at({i[0]}) + {4 * k}, 4);" for k, v in enumerate(o))),
-    (r"st\.global\.v4\.f32", lambda o, i, m: "".join(
+    (r"st\.global\.v[24]\.f32", lambda o, i, m: "".join(
         f"memcpy((char*){i[0]} + {4 * k}, &{v}, 4);" for k, v in enumerate(i[1:]))),
     (r"mbarrier\.arrive\.shared\.b64", lambda o, i, m: f"emu::mbarrier_arrive({i[0]});"),
     (r"\{ \.reg \.pred p; setp\.ne\.b32 p, %1, 0; @p mbarrier\.arrive\.shared\.b64", lambda o, i, m:

@@ -19,6 +19,11 @@ from relaxpack.schedules.kernels.cuda.attention_prefix import (
     prefix_tuning,
     shares_prefix,
 )
+from relaxpack.schedules.kernels.cuda.attention_prefix_hopper import (
+    HopperPrefixTuning,
+    prefix_merge_function,
+    prefix_parts_function,
+)
 from relaxpack.schedules.kernels.cuda.fragments import check_pages, early_launch, finish, page_name
 from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import reserve
 
@@ -33,7 +38,7 @@ def decode_attention(spec: AttentionSpec, arch: str = "sm_90a", tuning: DecodeTu
 
 
 def spread_attention(spec: AttentionSpec, rows: int, arch: str = "sm_90a", tuning: DecodeTuning | None = None,
-                     prefix: PrefixTuning | None = None) -> Kernel | None:
+                     prefix: PrefixTuning | HopperPrefixTuning | None = None) -> Kernel | None:
     """As `decode_attention`, with `shared` i32[t] (see SHARED_KEYS), chosen for `rows` rows: one has nothing to share. Right
     for any number, `prefix` given. None where no kernel reads shared keys once."""
     if not shares_prefix(spec, arch):
@@ -45,13 +50,30 @@ def spread_attention(spec: AttentionSpec, rows: int, arch: str = "sm_90a", tunin
         return Kernel(_split_and_merge(spec, tuning, arch, own + "_alone", shared=False),
                       source="rule:cuda.spread_attention", temporaries=_temporaries(spec, tuning))
     prefix = prefix or prefix_tuning(spec, rows, arch)
-    first = Stage(finish(prefix_function(spec, prefix, early), early, cluster=prefix.cluster),
-                  f"{name}_w{prefix.warps}s{prefix.stages}h{prefix.shares}_prefix",
-                  inputs=("q", "layer", "pages", "page_table", "shared"), outputs=("prefix", "prefix_stats"))
-    temporaries = {"prefix": (("t", spec.num_heads * spec.head_dim), "float32"),
+    first, parts = (_prefix_of_parts(spec, prefix, name, early) if isinstance(prefix, HopperPrefixTuning)
+                    else (_prefix(spec, prefix, name, early), {}))
+    temporaries = {**parts, "prefix": (("t", spec.num_heads * spec.head_dim), "float32"),
                    "prefix_stats": (("t", spec.num_heads, 2), "float32"), **_temporaries(spec, tuning)}
-    return Kernel((first, *_split_and_merge(spec, tuning, arch, own, shared=True)), source="rule:cuda.spread_attention",
+    return Kernel((*first, *_split_and_merge(spec, tuning, arch, own, shared=True)), source="rule:cuda.spread_attention",
                   temporaries=temporaries)
+
+
+def _prefix(spec: AttentionSpec, tuning: PrefixTuning, name: str, early: bool) -> tuple[Stage, ...]:
+    return (Stage(finish(prefix_function(spec, tuning, early), early, cluster=tuning.cluster),
+                  f"{name}_w{tuning.warps}s{tuning.stages}h{tuning.shares}_prefix",
+                  inputs=("q", "layer", "pages", "page_table", "shared"), outputs=("prefix", "prefix_stats")),)
+
+
+def _prefix_of_parts(spec: AttentionSpec, tuning: HopperPrefixTuning, name: str,
+                     early: bool) -> tuple[tuple[Stage, ...], dict[str, tuple[tuple[Dim, ...], str]]]:
+    """Its stages and what is between them."""
+    own = f"{name}_p{tuning.splits}k{tuning.keys}s{tuning.stages}_prefix"
+    return ((Stage(finish(prefix_parts_function(spec, tuning), early), own, outputs=("parts", "part_stats"),
+                   inputs=("q", "layer", "pages", "page_table", "shared")),
+             Stage(finish(prefix_merge_function(spec, tuning, early), early, "xy", shared=False), own + "_merge",
+                   inputs=("parts", "part_stats", "shared"), outputs=("prefix", "prefix_stats"))),
+            {"parts": (("t", tuning.splits, spec.num_heads * spec.head_dim), "float32"),
+             "part_stats": (("t", tuning.splits, spec.num_heads, 2), "float32")})
 
 
 def _facts(spec: AttentionSpec) -> str:

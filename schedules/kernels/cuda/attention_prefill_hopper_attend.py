@@ -10,6 +10,7 @@ from typing import Any
 import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_memory import (
+    END,
     FIRST_KEY,
     HEAD,
     POSITION,
@@ -36,8 +37,10 @@ __device__ __forceinline__ void weights_done(float a, float b) {
 """
 
 
-def attend_tiles(spec: AttentionSpec, tuning: HopperTuning) -> Any:
-    """Inline: the whole work of a consumer. Scalars from `key` on are the kernel's, which the fetching warp has too."""
+def attend_tiles(spec: AttentionSpec, tuning: HopperTuning, shared_keys: bool = False) -> Any:
+    """Inline: the whole work of a consumer. Scalars from `key` on are the kernel's, which the fetching warp has too.
+    `shared_keys`: every row sees all keys up to the one that `info` names, and `y` is a triple: outputs not divided by
+    their sums f32[t, parts, H*D], maxima and sums f32[t, parts, H, 2], and which part it is."""
     D, act = spec.head_dim, spec.activation_dtype
     KEYS, HALVES, STAGES, QUERY_STAGES = tuning.keys, D // 64, tuning.stages, tuning.query_stages
     CONSUMERS, ROWS, PING_PONG = tuning.consumers, tuning.rows, tuning.ping_pong
@@ -106,7 +109,7 @@ def attend_tiles(spec: AttentionSpec, tuning: HopperTuning) -> Any:
             T.ptx.wgmma.commit_group.sync.aligned()
 
         @T.inline
-        def softmax():
+        def mask():
             if T.Or(key + (KEYS - 1) > position + wg * 64 // G,
                     key <= end - 1 - WINDOW if WINDOWED else T.bool(False)):
                 for i in T.unroll(SCORES):
@@ -114,6 +117,11 @@ def attend_tiles(spec: AttentionSpec, tuning: HopperTuning) -> Any:
                     k = T.meta_var(key + i // 4 * 8 + lane % 4 * 2 + i % 2)
                     seen = T.meta_var(T.And(k <= at, k > at - WINDOW if WINDOWED else T.bool(True)))
                     score[i] = T.if_then_else(seen, score[i], T.float32("-inf"))
+
+        @T.inline
+        def softmax():
+            if not shared_keys:
+                mask()
             for r in T.unroll(2):
                 peak = score[2 * r]
                 for n in T.unroll(KEYS // 8):
@@ -173,6 +181,23 @@ def attend_tiles(spec: AttentionSpec, tuning: HopperTuning) -> Any:
             release(memory.empty_q, q_stage)
 
         @T.inline
+        def leave():
+            for r in T.unroll(2):
+                for i in T.unroll(2):
+                    total[r] = total[r] + shuffle_xor(total[r], 1 << i)
+                at = T.meta_var(row + r * 8)
+                if at // G < rows:
+                    for j in T.unroll(D // 8):
+                        T.ptx["st.global.v2.f32"](
+                            y[0].ptr_to([start + at // G, y[2], (head * G + at % G) * D + j * 8 + lane % 4 * 2]),
+                            acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1])
+                    if lane % 4 == 0:
+                        y[1][start + at // G, y[2], head * G + at % G, 0] = top[r]
+                        y[1][start + at // G, y[2], head * G + at % G, 1] = total[r]
+            T.cuda.warp_sync()
+            release(memory.empty_q, q_stage)
+
+        @T.inline
         def enter():
             T.cuda.mbarrier_wait(memory.full_q.ptr_to([q_stage]), q_phase)
             rows = memory.info[q_stage, TOKENS_LEFT]
@@ -192,7 +217,7 @@ def attend_tiles(spec: AttentionSpec, tuning: HopperTuning) -> Any:
             position = memory.info[q_stage, POSITION]
             key = memory.info[q_stage, FIRST_KEY]
             head = memory.info[q_stage, HEAD]
-            end = position + rows
+            end = memory.info[q_stage, END] if shared_keys else position + rows
             for r in T.unroll(2):
                 top[r] = T.float32(NEG_BIG)
                 total[r] = T.float32(0)
@@ -240,7 +265,10 @@ def attend_tiles(spec: AttentionSpec, tuning: HopperTuning) -> Any:
             pin(acc, OUT)
             release(memory.empty_v, v_stage)
             advance(v_stage, v_phase, STAGES)
-            store()
+            if shared_keys:
+                leave()
+            else:
+                store()
             advance(q_stage, q_phase, QUERY_STAGES)
             enter()
         if PING_PONG:

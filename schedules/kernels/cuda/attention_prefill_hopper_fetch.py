@@ -44,6 +44,30 @@ def warp_max(value: Any) -> Any:
     return T.cuda.func_call("warp_max", value, source_code=_WARP_MAX, return_type="int32")
 
 
+def copy_tile(spec: AttentionSpec, tuning: HopperTuning) -> Any:
+    """Inline: the keys (`which` 0) or values (1) from `first` on → stage of a buffer. `live`: whether a lane has a box of
+    them, `id`: in which page; `barrier` gets the bytes."""
+    KV, PS = spec.num_kv_heads, spec.page_size
+    BOX = min(PS, tuning.keys)                             # keys of one copy
+    BOX_BYTES = BOX * spec.head_dim * spec.kv_item_bytes
+
+    @T.inline
+    def copy(page_map, layer, p, kv_head, which, first, id, live, lane, bytes, buffer, stage, barrier, index):
+        bytes = T.Cast("uint32", T.popcount(T.cuda.ballot_sync(
+            T.uint32(FULL_MASK), T.Cast("int32", live)))) * T.uint32(BOX_BYTES)
+        if lane == 0:
+            T.ptx.mbarrier.arrive.expect_tx.shared.b64(barrier.ptr_to([index]), bytes)
+        T.cuda.warp_sync()
+        if live:
+            of_page = T.meta_var(((layer * p + T.Cast("int64", id)) * 2 + which) * KV + T.Cast("int64", kv_head))
+            T.ptx[TMA_LOAD](buffer.ptr_to([stage, lane * (BOX // 8), 0, 0, 0]), T.address_of(page_map),
+                            0, 0, 0,
+                            T.Cast("int32", of_page * (PS // 8) + T.Cast("int64", first % PS // 8)),
+                            barrier.ptr_to([index]))
+
+    return copy
+
+
 def fetch_tiles(spec: AttentionSpec, tuning: HopperTuning) -> Any:
     """Inline: the whole work of the warp. Scalars from `key` on are the kernel's, which the consumers have too."""
     D, KV, PS = spec.head_dim, spec.num_kv_heads, spec.page_size
@@ -52,10 +76,10 @@ def fetch_tiles(spec: AttentionSpec, tuning: HopperTuning) -> Any:
     G, HEADS = (GROUPED, KV) if tuning.packed else (1, spec.num_heads)   # query heads of a tile, tiles of the same tokens
     BOX = min(PS, KEYS)                                    # keys of one copy
     BOXES = KEYS // BOX
-    BOX_BYTES, QUERY_BYTES = BOX * D * spec.kv_item_bytes, TOKENS * G * D * 2
+    QUERY_BYTES = TOKENS * G * D * 2
     WINDOWED, WINDOW = spec.window is not None, spec.window or 0
     CHUNKS = D // 8                                        # 16-byte chunks of a row
-    FP8, RAW_STAGES = spec.fp8, tuning.raw_stages
+    FP8, RAW_STAGES, copy = spec.fp8, tuning.raw_stages, copy_tile(spec, tuning)
 
     def live(lane: Any, first: Any, length: Any, low: Any) -> Any:
         """Whether a lane fetches a box of the keys from `first` on."""
@@ -163,18 +187,8 @@ def fetch_tiles(spec: AttentionSpec, tuning: HopperTuning) -> Any:
 
         @T.inline
         def fetch(which, first, id, buffer, stage, barrier, index):
-            bytes = T.Cast("uint32", T.popcount(T.cuda.ballot_sync(
-                T.uint32(FULL_MASK), T.Cast("int32", live(lane, first, length, low))))) * T.uint32(BOX_BYTES)
-            if lane == 0:
-                T.ptx.mbarrier.arrive.expect_tx.shared.b64(barrier.ptr_to([index]), bytes)
-            T.cuda.warp_sync()
-            if live(lane, first, length, low):
-                of_page = T.meta_var(((layer * p + T.Cast("int64", id)) * 2 + which) * KV
-                                     + T.Cast("int64", head * G // GROUPED))
-                T.ptx[TMA_LOAD](buffer.ptr_to([stage, lane * (BOX // 8), 0, 0, 0]), T.address_of(page_map),
-                                0, 0, 0,
-                                T.Cast("int32", of_page * (PS // 8) + T.Cast("int64", first % PS // 8)),
-                                barrier.ptr_to([index]))
+            copy(page_map, layer, p, head * G // GROUPED, which, first, id, live(lane, first, length, low), lane, bytes,
+                 buffer, stage, barrier, index)
 
         @T.inline
         def fetch_raw(which, first, id):

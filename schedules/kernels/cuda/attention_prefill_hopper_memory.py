@@ -11,7 +11,7 @@ from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import INFO, HopperTuning
 from tvm.script import tirx as T
 
-START, TOKENS_LEFT, POSITION, FIRST_KEY, HEAD = range(5)      # words of `info`
+START, TOKENS_LEFT, POSITION, FIRST_KEY, HEAD, END = range(6)     # words of `info`; the last one of shared keys only
 SWIZZLE_64, SWIZZLE_128, PROMOTE_128 = 2, 3, 2                # of a tensor map
 TMA_LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
 CONVERTERS = 3                                                # warps that convert, beside the one that fetches

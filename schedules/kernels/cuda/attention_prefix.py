@@ -102,6 +102,23 @@ def shares_prefix(spec: AttentionSpec, arch: str) -> bool:
             and spec.num_heads % spec.num_kv_heads == 0 and DecodeTile(spec, 1).ahead)
 
 
+@T.inline
+def find_leader(shared, rows, lane, leader, limit, base, at, found):
+    """The first row that shares leading keys, and how many; `limit` 0 where none does. The other scalars are clobbered."""
+    limit = 0
+    leader = 0
+    base = 0
+    while T.And(base < rows, limit == 0):
+        at = 0
+        if base + lane < rows:
+            at = shared[base + lane]
+        found = T.cuda.ballot_sync(T.uint32(FULL_MASK), T.Cast("int32", at > 0))
+        if found != T.uint32(0):
+            leader = base + T.Cast("int32", T.popcount((found & (~found + T.uint32(1))) - T.uint32(1)))
+            limit = shared[leader]
+        base = base + 32
+
+
 def prefix_function(spec: AttentionSpec, tuning: PrefixTuning, early: bool) -> Any:
     D, H, KV, PS, MP, L = (spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.page_size, spec.max_pages,
                            spec.num_layers)
@@ -236,18 +253,7 @@ def prefix_function(spec: AttentionSpec, tuning: PrefixTuning, early: bool) -> A
         if early:
             T.ptx[RELEASE]()
         # Page table and counts are of the host, shared pages of earlier steps: nothing here waits for the kernel ahead.
-        limit = 0
-        leader = 0
-        base = 0
-        while T.And(base < rows, limit == 0):
-            at = 0
-            if base + lane < rows:
-                at = shared[base + lane]
-            found = T.cuda.ballot_sync(T.uint32(FULL_MASK), T.Cast("int32", at > 0))
-            if found != T.uint32(0):
-                leader = base + T.Cast("int32", T.popcount((found & (~found + T.uint32(1))) - T.uint32(1)))
-                limit = shared[leader]
-            base = base + 32
+        find_leader(shared, rows, lane, leader, limit, base, at, found)
         if limit > 0:
             at = member
             last = (limit + (TILE_KEYS - 1)) // TILE_KEYS

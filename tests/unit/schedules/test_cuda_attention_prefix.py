@@ -16,6 +16,7 @@ from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention, 
 from relaxpack.schedules.kernels.cuda.attention_decode_merge import MERGE_WARPS
 from relaxpack.schedules.kernels.cuda.attention_decode_tuning import LIMITS, DecodeTuning, shared_bytes, spread_tuning
 from relaxpack.schedules.kernels.cuda.attention_prefix import PrefixTuning, prefix_tuning, shares_prefix
+from relaxpack.schedules.kernels.cuda.attention_prefix_hopper import HopperPrefixTuning, hopper_prefix_tuning, merge_threads
 from tests.helpers import cuda_harness as harness
 from tests.helpers.attention_case import NAN_BITS, Case, from_bits, make_case, reference, relative_error
 from tests.unit.schedules.test_cuda_attention import TOLERANCE, emulate, inputs, spec
@@ -35,18 +36,23 @@ def sharing_case(s: AttentionSpec, lengths: list[int], shared: list[int], magnit
 
 
 def run_shared(s: AttentionSpec, case: Case, shared: list[int], tuning: DecodeTuning,
-               prefix: PrefixTuning) -> np.ndarray:
+               prefix: PrefixTuning | HopperPrefixTuning) -> np.ndarray:
     """Bits of y. Queries and the prefix kernel's results appear when the kernels that make them are complete."""
     rows = len(case.lengths)
     y = np.full_like(case.q, NAN_BITS[s.activation_dtype])
     kernel = spread_attention(s, rows, tuning=tuning, prefix=prefix)
     assert kernel is not None
-    emulate(kernel,
-            [(prefix.clusters(s, rows) * prefix.cluster,), (tuning.blocks,), (s.num_heads // s.num_kv_heads, tuning.blocks)],
-            [prefix.threads, tuning.warps * 32, MERGE_WARPS * 32],
+    if isinstance(prefix, HopperPrefixTuning):
+        grids = [(prefix.tiles(s, rows) * s.num_kv_heads * prefix.splits,), (s.num_kv_heads, rows)]
+        threads, clusters = [prefix.roles.threads, merge_threads(s)], [1, 1]
+    else:
+        grids = [(prefix.clusters(s, rows) * prefix.cluster,)]
+        threads, clusters = [prefix.threads], [prefix.cluster]
+    emulate(kernel, [*grids, (tuning.blocks,), (s.num_heads // s.num_kv_heads, tuning.blocks)],
+            [*threads, tuning.warps * 32, MERGE_WARPS * 32],
             {**inputs(case), "y": y, "shared": np.array(shared, np.int32)},
-            {"t": rows, "p": case.num_pages, "layer": case.layer}, [prefix.cluster, 1, 1],
-            late=("q", "prefix", "prefix_stats", "partial", "stats", "cuts"))
+            {"t": rows, "p": case.num_pages, "layer": case.layer}, [*clusters, 1, 1],
+            late=("q", "parts", "part_stats", "prefix", "prefix_stats", "partial", "stats", "cuts"))
     return y
 
 
@@ -59,9 +65,12 @@ def run_shared(s: AttentionSpec, case: Case, shared: list[int], tuning: DecodeTu
     (spec(4, 4, 256), [140, 129, 131], [128] * 3, DecodeTuning(4, 2, 4), PrefixTuning(4, 4, 2, 1, 8, 1), 1e-3),    # no group
     (spec(8, 2, 128, 64), [300, 257, 270], [256] * 3, DecodeTuning(4, 2, 3), PrefixTuning(4, 8, 2, 2, 16), 1.0),
     (spec(16, 1), [140] * 9, [128] * 9, DecodeTuning(4, 2, 4), PrefixTuning(2, 2, 2, 1, 16, 2), 1.0),    # many query tiles
+    (spec(8, 2, 128), [700, 0, 33, 650, 657], [512, 0, 0, 512, 512], DecodeTuning(4, 2, 3), HopperPrefixTuning(3), 1.0),
+    (spec(7, 1, 64, 64, "float16"), [300] * 20, [256] * 20, DecodeTuning(4, 3, 7, 2), HopperPrefixTuning(2), 30.0),
+    (spec(2, 2, 256, 8), [280, 257], [256] * 2, DecodeTuning(4, 2, 4), HopperPrefixTuning(8, 64, 1), 1e-3),  # some without
 ])
 def test_equals_float64(s: AttentionSpec, lengths: list[int], shared: list[int], tuning: DecodeTuning,
-                        prefix: PrefixTuning, magnitude: float) -> None:
+                        prefix: PrefixTuning | HopperPrefixTuning, magnitude: float) -> None:
     case = sharing_case(s, lengths, shared, magnitude)
     y = from_bits(run_shared(s, case, shared, tuning, prefix), s.activation_dtype)
     assert relative_error(y, reference(case)) < TOLERANCE[s.activation_dtype]
@@ -110,6 +119,31 @@ def test_choices_fit_shared_memory_and_tiles_divide_what_is_shared(arch: str, he
         assert SHARED_KEYS % tuning.keys == 0 and shared_bytes(s, tuning) <= LIMITS[arch][0] * 1024
 
 
+def test_wgmma_reads_shared_keys_on_request_where_it_can() -> None:
+    for head_dim in (64, 128, 256):
+        s = spec(32, 8, head_dim)
+        for rows in (8, 32, 128):
+            tuning = hopper_prefix_tuning(s, rows)
+            assert tuning is not None and SHARED_KEYS % tuning.keys == 0
+            assert tuning.tiles(s, rows) * s.num_kv_heads * tuning.splits <= 132
+        rule, asked = (spread_attention(s, 8, prefix=prefix) for prefix in (None, hopper_prefix_tuning(s, 8)))
+        assert rule is not None and asked is not None and len(asked.stages) == len(rule.stages) + 1
+    for other in (spec(32, 8, 96), spec(32, 8, 128, 4), spec(32, 8, 128, window=100), spec(32, 8, 128, kv=FP8)):
+        assert hopper_prefix_tuning(other, 32) is None
+
+
+def test_wgmma_leaves_rows_that_share_nothing_alone() -> None:
+    """Nothing shared: the bits of attention without it. Some share: repeats, whatever the others' page tables say there."""
+    s, prefix = spec(), HopperPrefixTuning(2)
+    case = make_case(s, [150, 1, 0, 200])
+    np.testing.assert_array_equal(run_shared(s, case, [0] * 4, TUNING, prefix), run_shared(s, case, [0] * 4, TUNING, PREFIX))
+    shared = [0, 256, 256, 256]
+    case = sharing_case(s, [150, 270, 300, 257], shared)
+    y = run_shared(s, case, shared, TUNING, prefix)
+    case.page_table[2:, :256 // 16] = 0                                                    # the scratch page is NaN
+    np.testing.assert_array_equal(run_shared(s, case, shared, TUNING, prefix), y)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not harness.have_compiler(), reason="needs nvcc")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120"])
@@ -119,8 +153,13 @@ def test_compiles_without_local_memory(arch: str) -> None:
         ("d256", spec(8, 4, 256, 64), 16), ("d96", spec(8, 4, 96), 32))}
     funcs = {f"spread_{name}_{i}": stage.func for name, kernel in kernels.items() if kernel is not None
              for i, stage in enumerate(kernel.stages[:2])}
+    for head_dim in (64, 128, 256) if arch == "sm_90a" else ():
+        s = spec(32, 8, head_dim)
+        asked = spread_attention(s, 32, prefix=hopper_prefix_tuning(s, 32))
+        assert asked is not None
+        funcs |= {f"of_parts_{head_dim}_{i}": stage.func for i, stage in enumerate(asked.stages[:2])}
     found = harness.resources(harness.generate_source(funcs, arch), arch)
-    assert len(found) == len(funcs) == 2 * len(kernels)
+    assert len(found) == len(funcs) == 2 * len(kernels) + 6 * (arch == "sm_90a")
     for kernel in found:
         assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0, kernel
 
