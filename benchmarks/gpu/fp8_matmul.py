@@ -37,7 +37,7 @@ LARGEST = 448.0
 
 def candidates(linear: str, rows: int, extra: str) -> Iterator[dict[str, Any]]:
     """What the rule takes, the same without promotion, and the tile whose estimate comes next."""
-    from relaxpack.schedules.kernels.cuda.linear import TILE_WIDTHS, e4m3_estimate, e4m3_tiling
+    from relaxpack.schedules.kernels.cuda.linear_rules import TILE_WIDTHS, e4m3_estimate, e4m3_tiling
 
     n, k, swiglu = LINEARS[linear]
     gated = swiglu and bool(extra)
@@ -55,7 +55,7 @@ def candidates(linear: str, rows: int, extra: str) -> Iterator[dict[str, Any]]:
 def packed_variant(linear: str, rows: int) -> dict[str, Any]:
     """What reads the same weights with float activations."""
     from relaxpack.kernel_spec import LinearSpec
-    from relaxpack.schedules.kernels.cuda.linear import quantized_plan
+    from relaxpack.schedules.kernels.cuda.linear_rules import quantized_plan
     from relaxpack.weight_format import FORMATS
 
     n, k, _ = LINEARS[linear]
@@ -66,7 +66,7 @@ def packed_variant(linear: str, rows: int) -> dict[str, Any]:
 
 def items() -> list[dict[str, Any]]:
     """One matmul's items together: its weights are made once. Of our bf16 kernels the rule's."""
-    from relaxpack.schedules.kernels.cuda.linear import hopper_plan
+    from relaxpack.schedules.kernels.cuda.linear_rules import hopper_plan
 
     found = []
     for linear in (name for model in MODELS for name in LINEARS if name.startswith(model) and not name.endswith("head")):

@@ -39,7 +39,7 @@ STUCK = 25.0                                                # seconds without pr
 
 def few_candidates(n: int, k: int, rows: int) -> Iterator[dict[str, Any]]:
     """gemm_few with the most and the second most pieces of K that one wave of clusters has room for."""
-    from relaxpack.schedules.kernels.cuda.linear import CLUSTERS
+    from relaxpack.schedules.kernels.cuda.linear_rules import CLUSTERS
 
     columns = min(-(-rows // 8) * 8, 64)
     for consumers in (1, 2) if rows <= 64 else (1,):
@@ -53,7 +53,7 @@ def few_candidates(n: int, k: int, rows: int) -> Iterator[dict[str, Any]]:
 def candidates(linear: str, rows: int) -> Iterator[dict[str, Any]]:
     """What the rule takes first, then the width and split that its estimate puts next if they are close, longer walks for
     many rows, and for few rows strips of 64 and 128 weight rows."""
-    from relaxpack.schedules.kernels.cuda.linear import TILE_WIDTHS, hopper_plan, many_estimate
+    from relaxpack.schedules.kernels.cuda.linear_rules import TILE_WIDTHS, hopper_plan, many_estimate
 
     n, k, _ = LINEARS[linear]
     family, options = hopper_plan(n, k, rows, False)
@@ -73,7 +73,7 @@ def candidates(linear: str, rows: int) -> Iterator[dict[str, Any]]:
 
 
 def epilogue_candidates(linear: str, rows: int) -> Iterator[dict[str, Any]]:
-    from relaxpack.schedules.kernels.cuda.linear import hopper_plan
+    from relaxpack.schedules.kernels.cuda.linear_rules import hopper_plan
 
     n, k, swiglu = LINEARS[linear]
     flag = {"swiglu": True} if swiglu else {"residual": True}
@@ -108,7 +108,7 @@ DOWN_OPTIONS: list[dict[str, Any]] = [{}, {"skew": 1}, {"group_m": 16}, {"whole_
 
 def shortfall_items() -> list[dict[str, Any]]:
     """The rule's choice beside what may be faster; the down projection also without its residual: what that costs."""
-    from relaxpack.schedules.kernels.cuda.linear import hopper_plan
+    from relaxpack.schedules.kernels.cuda.linear_rules import hopper_plan
 
     def rule(linear: str, rows: int) -> dict[str, Any]:
         n, k, _ = LINEARS[linear]

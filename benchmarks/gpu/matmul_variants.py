@@ -132,7 +132,7 @@ def quant_variants() -> list[dict[str, Any]]:
 def fp8_variants() -> list[dict[str, Any]]:
     """fp8 weights alone: the checks of `check` and what `linear.py` picks for a few rows of the 8B."""
     from relaxpack.kernel_spec import LinearSpec
-    from relaxpack.schedules.kernels.cuda.linear import quantized_plan
+    from relaxpack.schedules.kernels.cuda.linear_rules import quantized_plan
     from relaxpack.weight_format import FORMATS
 
     found = {v["name"]: v for v in check_variants() if (v["weight"] or "").startswith("fp8")}
@@ -171,7 +171,7 @@ CHAIN_ROWS = (1, 16)
 def chain_variants() -> list[dict[str, Any]]:
     """The matmuls and norms of one layer in order, as `linear.py` picks them for 1 and 16 rows, with and without dependent
     launch: what a decode step can reach without attention."""
-    from relaxpack.schedules.kernels.cuda.linear import hopper_plan
+    from relaxpack.schedules.kernels.cuda.linear_rules import hopper_plan
 
     found: dict[str, dict[str, Any]] = {}
     for model, h in (("1b", 2048), ("8b", 4096)):
@@ -196,7 +196,7 @@ PLAN_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096
 
 def plan_variants() -> list[dict[str, Any]]:
     """What `linear.py` picks for each bucket: the final table against cuBLAS. Needs no compiler to list."""
-    from relaxpack.schedules.kernels.cuda.linear import hopper_plan
+    from relaxpack.schedules.kernels.cuda.linear_rules import hopper_plan
 
     found: dict[str, dict[str, Any]] = {}
     for linear, (n, k, swiglu) in LINEARS.items():

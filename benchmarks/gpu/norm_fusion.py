@@ -36,7 +36,7 @@ Config = tuple[str, int, int, int, int, int]
 def rule(n: int, k: int, swiglu: bool, weight: str | None, rows: int) -> Config:
     """What `linear.py` picks for so many rows."""
     from relaxpack.kernel_spec import LinearSpec
-    from relaxpack.schedules.kernels.cuda.linear import hopper_plan, quantized_plan
+    from relaxpack.schedules.kernels.cuda.linear_rules import hopper_plan, quantized_plan
     from relaxpack.weight_format import FORMATS
 
     if weight is None:

@@ -92,7 +92,7 @@ def few_bulk_variants(linear: str, weight: str, columns: int) -> list[dict[str, 
 
 def group_variants(linear: str, weight: str) -> list[dict[str, Any]]:
     """1 to 4 rows: eight rows as columns of the product against fewer rows times groups."""
-    from relaxpack.schedules.kernels.cuda.linear import rows_tiling
+    from relaxpack.schedules.kernels.cuda.linear_rules import rows_tiling
     from relaxpack.schedules.kernels.cuda.quantized_tilings import group_columns_tiling
     from relaxpack.weight_format import FORMATS
 
@@ -126,7 +126,7 @@ def timed_variants() -> list[dict[str, Any]]:
 def rule_variant(linear: str, weight: str, rows: int, **changes: Any) -> dict[str, Any]:
     """What the rule takes for so many rows, with `changes` to its options."""
     from relaxpack.kernel_spec import LinearSpec
-    from relaxpack.schedules.kernels.cuda.linear import quantized_plan
+    from relaxpack.schedules.kernels.cuda.linear_rules import quantized_plan
     from relaxpack.weight_format import FORMATS
 
     n, k, gated = LINEARS[linear]

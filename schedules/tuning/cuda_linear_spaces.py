@@ -13,7 +13,7 @@ from typing import Any
 
 from relaxpack.errors import TuningError
 from relaxpack.kernel_spec import Kernel, LinearSpec
-from relaxpack.schedules.kernels.cuda import linear
+from relaxpack.schedules.kernels.cuda import linear, linear_rules
 from relaxpack.schedules.kernels.cuda.codes_fp8 import can_convert
 from relaxpack.schedules.kernels.cuda.library import LIBRARIES, library_linear, why_not
 from relaxpack.schedules.kernels.cuda.many_tile import divides
@@ -40,7 +40,7 @@ def linear_family(arch: str) -> KernelFamily:
     hopper = arch == "sm_90a"
 
     def parts(spec: LinearSpec) -> Sequence[Part]:
-        if spec.max_rows is None or not hopper or not linear._fits_tma(spec):
+        if spec.max_rows is None or not hopper or not linear_rules.fits_tma(spec):
             return ()
         return (Part(spec.max_rows, spec.max_rows, linear_space(spec, can_convert(arch))),)
 
@@ -59,7 +59,7 @@ def linear_family(arch: str) -> KernelFamily:
         plan = (str(name), options)
         if name in linear.QUANTIZED_FAMILIES:
             return linear.packed(spec, plan, hopper, spec.weight.e4m3 and can_convert(arch))
-        return linear.unpacked(spec, hopper, plan) if spec.weight.quantized else linear._one(spec, plan, hopper)
+        return linear.unpacked(spec, hopper, plan) if spec.weight.quantized else linear.planned(spec, plan, hopper)
 
     def canonical(spec: LinearSpec) -> LinearSpec:
         """A kernel with a norm is the one without and a little more: it takes over its record."""
@@ -83,7 +83,7 @@ def linear_space(spec: LinearSpec, convert: bool = False) -> Space:
         found += _quantized(spec)
     elif rows <= 16:
         found += ({"family": "gemm_rows", **one} for one in _rows_tilings(n, k, rows))
-    if not spec.weight.quantized or rows > linear.UNPACK_ROWS // 2:
+    if not spec.weight.quantized or rows > linear_rules.UNPACK_ROWS // 2:
         if rows <= 256:
             found += ({"family": "gemm_few", **one} for one in _few_tilings(n, k, rows))
         if rows > 32:
@@ -95,7 +95,7 @@ def linear_space(spec: LinearSpec, convert: bool = False) -> Space:
 
 def default_choice(spec: LinearSpec) -> Parameters:
     """What the rule takes, in the words of the space."""
-    name, options = linear.rule_plan(spec, "sm_90a")
+    name, options = linear_rules.rule_plan(spec, "sm_90a")
     return {"family": name, **options}
 
 
@@ -136,8 +136,8 @@ def _few_tilings(n: int, k: int, rows: int) -> Iterator[Choice]:
                     for split in (1, 2, 3, 4, 5, 6, 7, 8):
                         blocks = -(-n // (64 * consumers)) * split * -(-rows // columns)
                         fits = split * share <= 8 and k // 64 // split >= 4
-                        fills = blocks >= 0.4 * linear.MULTIPROCESSORS or split == 8
-                        if fits and fills and (split == 1 or blocks <= 1.2 * linear.MULTIPROCESSORS * per_sm):
+                        fills = blocks >= 0.4 * linear_rules.MULTIPROCESSORS or split == 8
+                        if fits and fills and (split == 1 or blocks <= 1.2 * linear_rules.MULTIPROCESSORS * per_sm):
                             yield {"columns": columns, "consumers": consumers, "split": split, "share": share,
                                    "blocks_per_sm": per_sm}
 
@@ -149,14 +149,14 @@ def _many_tilings(spec: LinearSpec) -> Iterator[Choice]:
     assert spec.max_rows is not None
     n, rows = spec.out_features, spec.max_rows
     found: list[tuple[int, int, Choice]] = []
-    for tile in (_NARROW, *linear.TILE_WIDTHS):
+    for tile in (_NARROW, *linear_rules.TILE_WIDTHS):
         for split in (1, 2, 3, 4):
             tiles = -(-rows // 128) * -(-n // tile)
-            if not divides(tile, split, spec.gated) or (split > 1 and tiles > linear.CLUSTERS[split]):
+            if not divides(tile, split, spec.gated) or (split > 1 and tiles > linear_rules.CLUSTERS[split]):
                 continue
-            if not linear.keeps_bits(n, tile, split) or (tile == _NARROW and split == 1):
+            if not linear_rules.keeps_bits(n, tile, split) or (tile == _NARROW and split == 1):
                 continue
-            waves = -(-tiles * split // linear.MULTIPROCESSORS)
+            waves = -(-tiles * split // linear_rules.MULTIPROCESSORS)
             found.append((waves, waves * (tile // split + _TILE_START), {
                 "tile_n": tile, **({"split": split} if split > 1 else {})}))
     least = min(cost for _, cost, _ in found)
@@ -176,24 +176,24 @@ def _quantized(spec: LinearSpec) -> Iterator[Choice]:
     assert spec.max_rows is not None
     n, k, rows, weight = spec.out_features, spec.in_features, spec.max_rows, spec.weight
     words = 4 if weight.bits == 4 else 8
-    if rows <= linear.UNPACK_ROWS or weight.group_size == 16:
+    if rows <= linear_rules.UNPACK_ROWS or weight.group_size == 16:
         for columns in (8,) if rows <= 8 else (16,) if rows <= 16 else (16, 32):      # of more rows, blocks read W from L2
             for one in _loads(n, k, words, (512, 1024), share_x=rows > 8):
                 yield {"family": "gemm_rows_quant", "columns": columns, **one}
-    if rows <= linear.UNPACK_ROWS:
+    if rows <= linear_rules.UNPACK_ROWS:
         yield from ({"family": "gemm_rows_bulk", **one} for one in bulk_tilings(k, rows, weight))
     if rows <= 4 and weight.bits == 4:
         yield from ({"family": "gemm_group_columns", **one} for one in group_columns_tilings(k, rows))
-    if 8 < rows <= linear.UNPACK_ROWS:
+    if 8 < rows <= linear_rules.UNPACK_ROWS:
         yield from ({"family": "gemm_few_bulk", **one} for one in few_bulk_tilings(n, k, rows, weight))
     yield from ({"family": "gemm_mixed", **one} for one in mixed_tilings(n, k, rows, weight))
-    if weight.group_size == 16 or rows > linear.UNPACK_ROWS:
+    if weight.group_size == 16 or rows > linear_rules.UNPACK_ROWS:
         return
     for strips in (1, 2):
         for warps in (4, 8):
             for split in (1, 2, 3, 4, 6, 8):
                 blocks = -(-n // (16 * strips * warps)) * split
-                if k // 64 // split >= 4 and (split == 1 or blocks <= 2.4 * linear.MULTIPROCESSORS):
-                    if blocks >= 0.4 * linear.MULTIPROCESSORS or split == 8:
+                if k // 64 // split >= 4 and (split == 1 or blocks <= 2.4 * linear_rules.MULTIPROCESSORS):
+                    if blocks >= 0.4 * linear_rules.MULTIPROCESSORS or split == 8:
                         yield {"family": "gemm_few_quant", "columns": -(-rows // 8) * 8, "strips": strips, "warps": warps,
                                "split": split}

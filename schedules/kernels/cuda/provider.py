@@ -1,5 +1,5 @@
 """`CudaKernels`: answers the compiler's kernel questions for one NVIDIA GPU architecture. Naming and caching happen here,
-choosing matmul kernels in `linear.py`, the kernels are one file each.
+choosing matmul kernels in `linear_rules.py`, the kernels are one file each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
 from relaxpack.schedules.kernels.cuda.embedding import embedding
 from relaxpack.schedules.kernels.cuda.head_sample import head_sample
 from relaxpack.schedules.kernels.cuda.library import library_linear
-from relaxpack.schedules.kernels.cuda.linear import folds_norm, linear, rounds_activations, rule_plan
+from relaxpack.schedules.kernels.cuda.linear import folds_norm, linear, rounds_activations
+from relaxpack.schedules.kernels.cuda.linear_rules import rule_plan
 from relaxpack.schedules.kernels.cuda.norm import norm_kernel
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
