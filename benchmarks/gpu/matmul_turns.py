@@ -102,8 +102,8 @@ OVERLAPPING = {("7b.qkv", 96): (80, 2), ("7b.qkv", 128): (80, 2), ("7b.down", 19
                ("7b.down", 384): (176, 2), ("7b.o", 256): (112, 2), ("1b.qkv", 128): (48, 2), ("1b.o", 128): (48, 2),
                ("1b.down", 128): (48, 2)}
 # Of gemm_many, for the down projection of the 8B with its residual, where K is long and power the limit.
-DOWN_OPTIONS: list[dict[str, Any]] = [{}, {"skew": 1}, {"group_m": 16}, {"whole_store": True}, {"cluster": 2},
-                                      {"whole_store": True, "skew": 1}]
+DOWN_OPTIONS: list[dict[str, Any]] = [{}, {"elect": True}, {"skew": 1}, {"group_m": 16}, {"whole_store": True},
+                                      {"cluster": 2}, {"whole_store": True, "skew": 1}]
 
 
 def shortfall_items() -> list[dict[str, Any]]:
@@ -115,12 +115,18 @@ def shortfall_items() -> list[dict[str, Any]]:
         family, options = hopper_plan(n, k, rows, False)
         return {"family": family.removeprefix("gemm_"), **options}
 
+    def both(*options: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{**one, **more} for one in options for more in ({}, {"elect": True})]
+
     found = [{"linear": linear, "rows": rows, "extra": "",
-              "options": [rule(linear, rows), {"family": "many", "tile_n": width, "split": split}]}
+              "options": both(rule(linear, rows), {"family": "many", "tile_n": width, "split": split})}
              for (linear, rows), (width, split) in OVERLAPPING.items()]
+    found += [{"linear": linear, "rows": rows, "extra": "", "options": both(rule(linear, rows))}
+              for linear in ("1b.qkv", "1b.o", "8b.qkv", "8b.o", "8b.down") for rows in (16, 64, 512)]
     for rows in (512, 1024, 2048, 4096):
         plain = rule("8b.down", rows)
-        found.append({"linear": "8b.down", "rows": rows, "extra": "", "options": [plain]})
+        if rows != 512:
+            found.append({"linear": "8b.down", "rows": rows, "extra": "", "options": both(plain)})
         found.append({"linear": "8b.down", "rows": rows, "extra": "epilogue",
                       "options": [{**plain, "residual": True, **more} for more in DOWN_OPTIONS
                                   if "split" not in plain or not {"skew", "cluster"} & set(more)]})

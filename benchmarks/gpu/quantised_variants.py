@@ -47,7 +47,7 @@ def check_variants() -> list[dict[str, Any]]:
             variant("fewbulk", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=24, warps=7,
                     strips=2, groups=1, glu="swiglu", bias=True, residual=True, **pdl),
             variant("fewbulk", "check", weight, (), shape=(1072, 1088), check=few, out_dtype="float32", columns=16, warps=2,
-                    strips=2, groups=3, split=2, residual=True, feeders=2, **pdl),
+                    strips=2, groups=3, split=2, residual=True, feeders=2, elect=True, **pdl),
             variant("mixed", "check", weight, (), shape=(1072, 576), check=few, out_dtype="float32", columns=16),
             variant("mixed", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=64, strips=2,
                     split=3, blocks_per_sm=1, residual=True, **pdl),
@@ -57,7 +57,8 @@ def check_variants() -> list[dict[str, Any]]:
             variant("bulk", "check", weight, (), shape=(1072, 2048), check=few[:5], out_dtype="float32", dtype="float16",
                     columns=16, warps=4, unroll=2, stages=3, bias=True, glu="swiglu", residual=True, **pdl, **convert)]
     found += [variant("fewbulk", "check", weight, (), shape=(1072, 1184), check=few, columns=64, warps=2, strips=1, groups=3,
-                      scaled=True, feeders=3, **pdl) for weight in ("q4_0", "q4_1", "q6_k", "fp8_block")]
+                      scaled=True, feeders=3, elect=elect, **pdl)
+              for elect in (False, True) for weight in ("q4_0", "q4_1", "q6_k", "fp8_block")]
     found += [variant("mixed", "check", "q4_1", (), shape=(1072, 2048), check=few, out_dtype="float32", columns=128,
                       blocks_per_sm=1, consumers=2, glu="swiglu", bias=True, residual=True),
               variant("mixed", "check", "q4_0", (), shape=(1072, 2048), check=few, columns=256, blocks_per_sm=1),
@@ -145,8 +146,7 @@ def shortfall_variants() -> list[dict[str, Any]]:
     weights = ("q4_0", "q4_1", "q8_0", "fp8", "fp8_block")
     found = [v for v in check_variants() if v["family"] == "fewbulk" and v["weight"] in weights]
 
-    def few_bulk(linear: str, weight: str, rows: int, feeders: int, **options: Any) -> dict[str, Any]:
-        more = {"feeders": feeders} if feeders > 1 else {}
+    def few_bulk(linear: str, weight: str, rows: int, options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         return variant("fewbulk", linear, weight, (rows,), dependent_launch=True, **options, **more)
 
     for linear in ("8b.o", "8b.down", "8b.qkv", "8b.gate_up"):
@@ -163,14 +163,17 @@ def shortfall_variants() -> list[dict[str, Any]]:
                 found.append({**rule_variant(linear, weight, rows), "rule": [rows]})
                 tilings = [few_bulk_tiling(n, k, rows, fmt)]
                 if weight == "q4_0" or (weight == "fp8" and linear == "8b.down"):
+                    others = FEW_BULK.get((linear, rows), [])[:4 if rows == 16 else 2]
                     tilings += [{"columns": rows, "strips": r, "warps": w, "split": s, "blocks_per_sm": b, "groups": g,
-                                 "scaled": rows > 32} for w, r, g, s, b in FEW_BULK.get((linear, rows), [])[:4]]
+                                 "scaled": rows > 32} for w, r, g, s, b in others]
                 if weight == "q4_0" and rows == 64 and linear in ("8b.o", "8b.qkv"):     # less of x, weights twice
                     warps, groups = (4, 3) if linear == "8b.o" else (6, 2)
                     tilings.append({"columns": 32, "strips": 1, "warps": warps, "split": 1, "blocks_per_sm": 1,
                                     "groups": groups, "scaled": False})
-                found += [few_bulk(linear, weight, rows, feeders, **one) for one in tilings
-                          for feeders in (1, most)]
+                ways: list[dict[str, Any]] = [{"elect": True}, {"elect": True, "feeders": most}]
+                found += [few_bulk(linear, weight, rows, one, way) for one in tilings for way in ways]
+                alone: list[dict[str, Any]] = [{}, {"feeders": most}] if weight in ("q4_0", "fp8") else []
+                found += [few_bulk(linear, weight, rows, tilings[0], way) for way in alone]
     return found
 
 

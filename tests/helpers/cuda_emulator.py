@@ -72,6 +72,8 @@ RULES: list[tuple[str, Any]] = [
     (r"barrier\.cluster\.wait\S*", lambda o, i, m: "emu::cluster_wait();"),
     (r"\{ \.reg \.pred p; setp\.lt\.f32 p, %0, 0f00000000; @p exit; \}", lambda o, i, m:
         f'if ({i[0]} < 0) {{ fprintf(stderr, "a thread would exit\\n"); abort(); }}'),
+    (r"\{ \.reg \.pred p; elect\.sync _\|p, 0xffffffff; selp\.b32 %0, 1, 0, p; \}", lambda o, i, m:
+        f"{o[0]} = emu::lane_id() == 0;"),
     (r"bar\.sync", lambda o, i, m: f"emu::named_sync({i[0]}, {i[1]});"),
     (r"bar\.arrive", lambda o, i, m: f"emu::named_arrive({i[0]}, {i[1]});"),
     (r"mbarrier\.init\.\S+", lambda o, i, m: f"emu::mbarrier_init({i[0]}, {i[1]});"),

@@ -32,9 +32,11 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
     ("q4_0", 80, 576, 11, "bfloat16", {"warps": 2, "strips": 2, "groups": 2, "stages": 3, "feeders": 2,
                                        "dependent_launch": True}),
     ("q4_1", 144, 640, 19, "float16", {"columns": 24, "warps": 3, "strips": 1, "groups": 2, "split": 2, "glu": "swiglu",
-                                       "bias": True, "residual": True, "dependent_launch": True, "feeders": 3}),
+                                       "bias": True, "residual": True, "dependent_launch": True, "feeders": 3,
+                                       "elect": True}),
     ("q6_k", 64, 720, 5, "bfloat16", {"columns": 8, "warps": 1, "strips": 2, "groups": 1, "feeders": 3, "scaled": True}),
     ("fp8", 72, 448, 3, "bfloat16", {"columns": 8, "warps": 1, "strips": 2, "groups": 2, "feeders": 2}),
+    ("q4_0", 80, 576, 11, "bfloat16", {"warps": 2, "strips": 2, "groups": 2, "stages": 3, "elect": True}),
 ])
 def test_few_bulk(rng, name, n, k, t, dtype, options):
     """Exact codes and float32 scales: float32 accuracy. `scaled` multiplies what codes_scaled.py makes of the weights."""

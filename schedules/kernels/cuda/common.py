@@ -30,6 +30,20 @@ def glu_product(glu: str, gate, up):
     return T.cuda.func_call(name, gate, source_code=source, return_type="float32") * up
 
 
+_ELECT = """
+__device__ __forceinline__ unsigned elect_one() {
+  unsigned one;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p; }" : "=r"(one));
+  return one; }
+"""
+
+
+def elected():
+    """True in one lane of a warp whose 32 lanes are all here. Unlike with `lane == 0`, ptxas then knows that one thread is
+    left, and a TMA copy needs no loop over the lanes that may want another one: 15 to 20 cycles instead of 60 to 70."""
+    return T.cuda.func_call("elect_one", source_code=_ELECT, return_type="uint32") > T.uint32(0)
+
+
 def mma_name(dtype: str) -> str:
     """The 16x8x16 tensor-core instruction of sm_80 and newer, float32 accumulation."""
     return f"mma.sync.aligned.m16n8k16.row.col.f32.{SHORT[dtype]}.{SHORT[dtype]}.f32"

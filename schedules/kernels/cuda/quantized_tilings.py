@@ -129,13 +129,14 @@ def group_columns_tilings(k: int, rows: int) -> Iterator[Options]:
 def few_bulk_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:
     """gemm_few_bulk: one wave of blocks that fills most of the chip, every warp with enough of K, registers for its sums."""
     columns, most = -(-rows // 8) * 8, 2 if weight.group_size == WHOLE_ROW else 3
+    feeds: tuple[Options, ...] = ({}, {"elect": True}, {"elect": True, "feeders": most})
     for warps in (1, 2, 3, 4, 6, 7):
         for strips in (1, 2, 3):
             tiles = ceildiv(n, 16 * warps * strips)
             for groups in (1, 2, 3, 5, 7):
                 for split in (1, 2, 4):
-                    for per_sm, feeders in ((1, 1), (2, 1), (1, most), (2, most)):
-                        threads = ceildiv(warps * groups + feeders, 4) * 128 * per_sm
+                    for per_sm, feed in ((per_sm, feed) for per_sm in (1, 2) for feed in feeds):
+                        threads = ceildiv(warps * groups + feed.get("feeders", 1), 4) * 128 * per_sm
                         blocks = tiles * split
                         wave = blocks <= MULTIPROCESSORS * per_sm or (split == 1 and warps * strips >= 7)
                         if (0.7 * MULTIPROCESSORS <= blocks and wave and k // 128 // split >= 2 * groups
@@ -143,8 +144,7 @@ def few_bulk_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterato
                                 and stages_that_fit(weight, columns, warps, strips, groups, per_sm) >= max(2 * groups, 3)):
                             for scaled in (False, True) if rows > 16 else (False,):
                                 yield {"columns": columns, "strips": strips, "warps": warps, "split": split,
-                                       "blocks_per_sm": per_sm, "groups": groups, "scaled": scaled,
-                                       **({"feeders": feeders} if feeders > 1 else {})}
+                                       "blocks_per_sm": per_sm, "groups": groups, "scaled": scaled, **feed}
 
 
 def mixed_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:
