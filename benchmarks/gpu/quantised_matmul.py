@@ -82,10 +82,13 @@ def make(v: dict[str, Any]) -> Any:
 
 
 def build(folder: Path, variants: list[dict[str, Any]]) -> None:
+    """What spills registers is left out of the index, unless a rule takes it or it is only compared."""
     made = compile_parts(folder, "quantised", {v["name"]: partial(make, v) for v in variants}, PER_MODULE)
-    (folder / "index.json").write_text(json.dumps([{**v, **made[v["name"]]} for v in variants]))
-    for name in spilling(made):
+    spills = set(spilling(made))
+    for name in sorted(spills):
         print("stack frame:", name, made[name].get("stack"), made[name].get("local"))
+    (folder / "index.json").write_text(json.dumps([
+        {**v, **made[v["name"]]} for v in variants if v["name"] not in spills or v.get("rule") or v["check"]]))
 
 
 # --- GPU machine ------------------------------------------------------------------------------------------------------
