@@ -9,9 +9,9 @@ import pytest
 
 from relaxpack.kernel_spec import LinearSpec
 from relaxpack.schedules.kernels.cuda.gemm_few_bulk import stages_that_fit
+from relaxpack.schedules.kernels.cuda.linear import NORM_FAMILIES
 from relaxpack.schedules.kernels.cuda.linear_rules import (
     CLUSTERS,
-    NORM_FAMILIES,
     few_tiling,
     generic_plan,
     hopper_plan,
