@@ -22,7 +22,7 @@ def bench() -> None:
     """Measure a server under load, or a bundle by itself."""
 
 
-@bench.command()
+@bench.command(short_help="Load a server, or one started for a bundle.")
 @click.argument("target", metavar="URL|BUNDLE")
 @click.option("--requests", "-r", type=click.IntRange(1), default=64, show_default=True, metavar="N")
 @click.option("--concurrency", "-c", type=click.IntRange(1), metavar="N", help="Closed loop: so many at once. Default: 8.")
@@ -85,7 +85,7 @@ def serve(target: str, requests: int, concurrency: int | None, rate: float | Non
         raise RelaxpackError(f"{report['failed']} of {report['requests']} requests failed: {report['errors'][0]}")
 
 
-@bench.command()
+@bench.command(short_help="Time a bundle in this process, without HTTP.")
 @bundle_argument
 @click.option("--batch", default="1,2,4,8", show_default=True, metavar="N,N", help="Sequences at once.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, metavar="N")

@@ -101,6 +101,9 @@ def _print(what: dict[str, Any]) -> None:
     out.print(f"{step['launches']} kernels, {human_bytes(step['bytes'])}{over}, {step['flops'] / 1e9:.2f} GFLOP, "
               f"at least {step['seconds'] * 1e3:.2f} ms"
               + (f", measured {step['measured_seconds'] * 1e3:.2f} ms" if timed else ""))
+    if timed and step["measured_seconds"] < step["seconds"]:
+        out.print("Faster than the roofline: the data came from caches, or the bandwidth of the prediction is too low "
+                  "(measured on a busy machine?); --bandwidth gives another")
     out.print("" if embeds_only else chain_text(step) + "\n")
     for note in what["notes"]:
         out.print(note, markup=False)

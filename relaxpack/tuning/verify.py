@@ -1,7 +1,7 @@
 """Is a record true here? Builds what it says, checks the numbers, and measures the time again beside the untuned kernel.
 
 "failed": it does not build, crashes, or its numbers are wrong. "stale": it is not the faster one any more, or its time was
-not reproduced. On a machine too busy to measure nothing is said about times.
+not reproduced. On a machine too busy to measure, or slower in the untuned kernel too, nothing is said about times.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from relaxpack.tuning_record import Check, Origin, TuningRecord, Verdict
 
 ROWS_OF_NONE = 1              # what a record without a bucket is checked with
 SLOWER = 0.25                 # a time that is longer by more is not reproduced
+SLOWED = 3.0                  # what other work or a lower clock may cost a machine; beyond, a record is not believed
 SECONDS = 20.0
 _measurers: dict[TargetSpec, LocalMeasurer] = {}
 
@@ -68,6 +69,9 @@ def _timed(record: TuningRecord, measurer: Measurer, libraries: list[str], bucke
     if compare_rounds(rounds[1].times_us, rounds[1].clean, rounds[0].times_us, rounds[0].clean).wins:
         return Verdict("stale", f"{now:.4g} us here, slower than the untuned kernel's {statistics.median(rule):.4g} us")
     if not moved and now > record.median_us * (1 + max(SLOWER, 3 * record.spread)):
+        slowed = statistics.median(rule) / record.baseline_us if record.baseline_us else 1.0
+        if now / record.median_us <= min(SLOWED, slowed * (1 + SLOWER)):
+            return Verdict("good", f"not measured: the untuned kernel takes {slowed:.3g} times as long as then, too")
         return Verdict("stale", f"time not reproduced: {record.median_us:.4g} us, then {now:.4g} us")
     if not moved:
         return Verdict("good")

@@ -95,6 +95,10 @@ def test_measured(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None
     step = json.loads(capsys.readouterr().out)["step"]
     assert all(k["measured_seconds"] > 0 for k in step["kernels"]) and step["measured_seconds"] < whole
     assert step["measured_seconds"] == pytest.approx(sum(k["measured_seconds"] for k in step["kernels"]))
+    assert run(["explain", str(tiny_bundle), "--measure", "--bandwidth", "0.001"]) == 0
+    assert "Faster than the roofline" in capsys.readouterr().out
+    assert run(["explain", str(tiny_bundle), "--measure", "--bandwidth", "1000", "--peak", "1000"]) == 0
+    assert "Faster than the roofline" not in capsys.readouterr().out
     assert run(["explain", str(tiny_bundle), "--measure", "--batch", "2"]) == 2
 
 

@@ -70,6 +70,9 @@ def test_a_true_record_is_good() -> None:
     (Pretending(fails="run"), "failed", "does not run: crashed (SIGSEGV)"),
     (Pretending(own=25.0), "stale", "slower than the untuned kernel"),
     (Pretending(own=18.0), "stale", "time not reproduced: 10 us, then 18.02 us"),
+    (Pretending(own=18.0, rule=40.0), "good", "the untuned kernel takes 2 times as long as then, too"),
+    (Pretending(own=18.0, rule=28.0), "stale", "time not reproduced"),      # that one lost 1.4, this one 1.8
+    (Pretending(own=60.0, rule=120.0), "stale", "time not reproduced"),     # no machine loses that much
     (Pretending(own=18.0, busy=True), "good", "the machine is too busy to measure")])
 def test_what_is_not_true_is_marked_with_the_reason(measurer: Pretending, status: str, reason: str) -> None:
     verdict = verify(here(), measurer=measurer)
