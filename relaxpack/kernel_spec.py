@@ -251,6 +251,9 @@ class KernelProvider(Protocol):
     def folds_norm(self, spec: LinearSpec) -> bool:
         """Whether `linear` answers this spec, which prepares or applies a norm, and that is the faster way."""
 
+    def require_attention(self, spec: AttentionSpec) -> None:
+        """Raises CompileError, before anything is made, where no kernel serves these sizes and dtypes."""
+
     def embedding(self, spec: EmbeddingSpec) -> Kernel: ...
     def norm(self, spec: NormSpec) -> Kernel: ...
     def rope_append(self, spec: AttentionSpec) -> Kernel: ...

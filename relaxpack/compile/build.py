@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relaxpack.compile.canaries import record_canaries
-from relaxpack.compile.kernels import named_machines, records_for
+from relaxpack.compile.kernels import named_machines, records_for, require_kernels
 from relaxpack.compile.manifest import make_manifest, model_info
 from relaxpack.compile.one_target import Built, build_target, least_bytes
 from relaxpack.compile.options import BuildOptions, build_limits, check_options
@@ -50,6 +50,8 @@ def build_bundle(model: str | Path, output: str | Path, target: Targets = "cpu",
         limits = build_limits(checkpoint, options)
         plans = plan_targets(specs, checkpoint, options.weights, options.activation_dtype, options.kv_dtype,
                              options.activations)
+        for plan in plans:
+            require_kernels(checkpoint.config, limits, plan)
     info = model_info(checkpoint, limits, plans[0])
     built: list[Built] = []
     with BundleWriter(output, force) as writer:     # before the long work: a place that cannot be written shows now

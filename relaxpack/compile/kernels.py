@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from relaxpack.compile.target_plan import TargetPlan
+from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, KernelProvider
-from relaxpack.relax_models.config import ModelConfig
+from relaxpack.relax_models.config import ModelConfig, expected_tensors
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.target import TargetSpec
 
@@ -50,6 +52,22 @@ def kernel_provider(target: TargetSpec, records: Records | None = None,
 
     return CudaKernels(target, tuned=tuned_kernels(records, target, limits) if records and limits else None,
                        activations=activations)
+
+
+def require_kernels(config: ModelConfig, limits: BuildLimits, plan: TargetPlan) -> None:
+    """Raises CompileError, before anything is compiled, for sizes of a model that a target's kernels do not serve."""
+    provider = kernel_provider(plan.spec, activations=plan.activations)
+    try:
+        provider.require_attention(attention_spec(config, limits, plan.activation_dtype, plan.kv_dtype))
+    except CompileError as error:
+        raise CompileError(f"{plan.spec.name}: {error}") from None
+    for name, shape in expected_tensors(config).items():
+        if name in plan.formats:
+            rows, columns = shape
+            try:
+                provider.weight_layout(plan.formats[name], rows, columns, False)
+            except CompileError as error:
+                raise CompileError(f"{plan.spec.name}: {name} of {rows} x {columns}: {error}") from None
 
 
 def tuned_kernels(records: Records, target: TargetSpec, limits: BuildLimits) -> TunedKernels:

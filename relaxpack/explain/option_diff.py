@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from relaxpack.compile.kernels import kernel_provider
+from relaxpack.compile.kernels import kernel_provider, require_kernels
 from relaxpack.compile.one_target import lower_target
 from relaxpack.compile.options import BuildOptions, build_limits
 from relaxpack.compile.target_plan import plan_targets
@@ -29,6 +29,7 @@ def _explained(model: str | Path, options: BuildOptions, target: str) -> dict[st
     limits, spec = build_limits(checkpoint, options), parse_target(target)
     (plan,) = plan_targets((spec,), checkpoint, options.weights, options.activation_dtype, options.kv_dtype,
                            options.activations)
+    require_kernels(checkpoint.config, limits, plan)
     provider = kernel_provider(spec, activations=plan.activations)
     lowered = lower_target(checkpoint, plan, limits, options, provider, code=False)
     found = explain_record(lowered.explanation, lowered.buckets, lowered.arena_bytes(), limits.max_context,

@@ -80,6 +80,15 @@ class CpuKernels:
     def folds_norm(self, spec: LinearSpec) -> bool:
         return False
 
+    def require_attention(self, spec: AttentionSpec) -> None:
+        _only_float32("attention", spec.activation_dtype)
+        if spec.kv_dtype not in _KV_SUFFIX:
+            raise CompileError(f"KV dtype {spec.kv_dtype} has no CPU kernel; known: {', '.join(_KV_SUFFIX)}")
+        if spec.num_heads % spec.num_kv_heads:
+            raise CompileError(f"{spec.num_heads} heads are not a multiple of {spec.num_kv_heads} KV heads")
+        if spec.rotary_dim % 2 or not 0 <= spec.rotary_dim <= spec.head_dim:
+            raise CompileError(f"rotary_dim {spec.rotary_dim} must be even and at most head_dim {spec.head_dim}")
+
     def embedding(self, spec: EmbeddingSpec) -> Kernel:
         _only_float32("embedding", spec.activation_dtype)
         spec = replace(spec, weight=layout.stored_as(spec.weight))
@@ -129,13 +138,7 @@ class CpuKernels:
 
     def _attention(self, operation: str, spec: AttentionSpec, make: Callable[[Isa, AttentionSpec], Any],
                    inputs: tuple[str, ...], outputs: tuple[str, ...], inplace: tuple[str, ...] = ()) -> Kernel:
-        _only_float32(operation, spec.activation_dtype)
-        if spec.kv_dtype not in _KV_SUFFIX:
-            raise CompileError(f"KV dtype {spec.kv_dtype} has no CPU kernel; known: {', '.join(_KV_SUFFIX)}")
-        if spec.num_heads % spec.num_kv_heads:
-            raise CompileError(f"{spec.num_heads} heads are not a multiple of {spec.num_kv_heads} KV heads")
-        if spec.rotary_dim % 2 or not 0 <= spec.rotary_dim <= spec.head_dim:
-            raise CompileError(f"rotary_dim {spec.rotary_dim} must be even and at most head_dim {spec.head_dim}")
+        self.require_attention(spec)
         name = (f"{operation}_{spec.num_heads}q{spec.num_kv_heads}kv{spec.head_dim}_page{spec.page_size}"
                 + (f"_window{spec.window}" if spec.window is not None else "")
                 + _KV_SUFFIX[spec.kv_dtype])

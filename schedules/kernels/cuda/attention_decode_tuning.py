@@ -78,4 +78,5 @@ def default_tuning(spec: AttentionSpec, arch: str) -> DecodeTuning:
         size = shared_bytes(spec, tuning) / 1024
         if size <= block_kb and room_for_outputs(spec, tuning):
             return replace(tuning, blocks=count * max(1, min(2, int(multiprocessor_kb / (size + 1)))))
-    raise CompileError(f"decode attention: head_dim {spec.head_dim} does not fit the shared memory of {arch}")
+    raise CompileError(f"decode attention: head_dim {spec.head_dim} with {spec.num_heads // spec.num_kv_heads} query heads "
+                       f"to a KV head does not fit the shared memory of {arch}")

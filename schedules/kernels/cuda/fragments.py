@@ -50,10 +50,11 @@ def check_pages(what: str, spec: AttentionSpec) -> None:
     if spec.kv_dtype not in (spec.activation_dtype, FP8):
         raise CompileError(f"{what}: activations {spec.activation_dtype} and pages {spec.kv_dtype} differ; "
                            "build with one dtype for both or with --kv-dtype fp8")
-    least = 32 if spec.fp8 else 16
-    if spec.head_dim % least or spec.num_heads % spec.num_kv_heads:
-        raise CompileError(f"{what}: head_dim {spec.head_dim} must be a multiple of {least} and {spec.num_heads} "
-                           f"heads a multiple of {spec.num_kv_heads} KV heads")
+    least, other = (32, ", without --kv-dtype fp8 multiples of 16") if spec.fp8 else (16, "")
+    if spec.head_dim % least:
+        raise CompileError(f"{what}: head_dim {spec.head_dim} has no CUDA kernel; supported: multiples of {least}{other}")
+    if spec.num_heads % spec.num_kv_heads:
+        raise CompileError(f"{what}: {spec.num_heads} heads are not a multiple of {spec.num_kv_heads} KV heads")
 
 
 def page_name(spec: AttentionSpec) -> str:

@@ -22,16 +22,17 @@ from relaxpack.kernel_spec import (
     Stage,
     WeightLayout,
 )
-from relaxpack.schedules.kernels.cuda import packing
+from relaxpack.schedules.kernels.cuda import attention_decode_tuning, attention_prefill, packing
 from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention, spread_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
 from relaxpack.schedules.kernels.cuda.embedding import embedding
+from relaxpack.schedules.kernels.cuda.fragments import check_pages
 from relaxpack.schedules.kernels.cuda.head_sample import head_sample
 from relaxpack.schedules.kernels.cuda.library import library_linear
 from relaxpack.schedules.kernels.cuda.linear import folds_norm, linear, rounds_activations
 from relaxpack.schedules.kernels.cuda.linear_rules import rule_plan
 from relaxpack.schedules.kernels.cuda.norm import norm_kernel
-from relaxpack.schedules.kernels.cuda.rope_append import rope_append
+from relaxpack.schedules.kernels.cuda.rope_append import lanes_per_head, rope_append
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
 from relaxpack.schedules.kernels.cuda.sampling import sample
 from relaxpack.schedules.kernels.cuda.spread_costs import spread_costs
@@ -84,6 +85,12 @@ class CudaKernels:
             return False
         found = self._found("linear", plain)
         return folds_norm(spec, found.stages[-1].name if found is not None else rule_plan(plain, self.arch)[0])
+
+    def require_attention(self, spec: AttentionSpec) -> None:
+        check_pages("attention", spec)
+        lanes_per_head(spec.head_dim, spec.rotary_dim)
+        for tuning in (attention_decode_tuning.default_tuning, attention_prefill.default_tuning):
+            tuning(spec, self.arch)
 
     def embedding(self, spec: EmbeddingSpec) -> Kernel:
         name = f"embedding_{spec.weight.name}_{spec.vocab_size}x{spec.hidden_size}_{spec.activation_dtype}" + (

@@ -86,6 +86,27 @@ def test_an_enabled_pass_that_can_do_nothing_is_said(checkpoint: Path, tmp_path:
     assert not idle or f"it needs {ON_REQUEST[enabled]}" in err
 
 
+@pytest.mark.parametrize(("shape", "options", "words"), [
+    ({"head_dim": 24}, [], "head_dim 24 has no CUDA kernel; supported: multiples of 16"),
+    ({"head_dim": 16}, ["--kv-dtype", "fp8"],
+     "head_dim 16 has no CUDA kernel; supported: multiples of 32, without --kv-dtype fp8 multiples of 16"),
+    ({"hidden_size": 36, "head_dim": 16}, [],
+     "model.embed_tokens.weight of 512 x 36: a CUDA matmul needs in_features to be a multiple of 8"),
+    ({"intermediate_size": 100}, [], "mlp.down_proj.weight of 64 x 100: a CUDA matmul needs"),
+    ({"head_dim": 1024, "num_attention_heads": 1, "num_key_value_heads": 1}, [], "head_dim 1024 with rotary_dim 1024"),
+    ({"head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 1}, [], "head_dim 64 with 64 query heads"),
+    ({"intermediate_size": 100}, ["--target", "cpu"], "cuda:sm_90a: model.layers.0.mlp.down_proj.weight")])
+def test_sizes_without_a_kernel_are_said_before_any_work(tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                                         shape: dict[str, int], options: list[str], words: str) -> None:
+    """In one line, without TVM's words about builders that it destroys."""
+    write_checkpoint(tmp_path / "checkpoint", **shape)
+    assert cli.run(["build", str(tmp_path / "checkpoint"), "-o", str(tmp_path / "out" / "x.bundle"), *options, "--target",
+                    "cuda:sm_90a"]) == 4
+    err = capfd.readouterr().err
+    assert err.startswith("relaxpack: cuda:sm_90a: ") and words in err and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_no_linker_is_said_before_any_work(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                            capsys: pytest.CaptureFixture[str]) -> None:
     for variable in ("CXX", "CC"):
