@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import relaxpack
 from relaxpack.cli import COMMANDS
@@ -185,3 +187,17 @@ def test_links_in_documents_lead_somewhere() -> None:
             for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
                 if "://" not in target and not target.startswith("mailto:"):
                     assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
+
+
+def test_what_tests_and_lint_need_is_bounded_and_is_what_runs_here() -> None:
+    """A new release with a new warning or rule must not turn a clone red overnight."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    for group, wanted in groups.items():
+        for requirement in map(Requirement, wanted):
+            operators = {one.operator for one in requirement.specifier}
+            assert operators == {">=", "<"} or operators == {"=="}, f"{group}: {requirement} has no bound on one side"
+            try:
+                installed = importlib.metadata.version(requirement.name)
+            except importlib.metadata.PackageNotFoundError:
+                continue                    # of a group that is not installed here
+            assert requirement.specifier.contains(installed), f"{group}: {requirement} but {installed} is here"
