@@ -64,6 +64,7 @@ class Bundle:
         return self._store.path
 
     def check_sizes(self) -> None:
+        """Raise DamagedMemberError or MissingMemberError unless every member is there and as long as the manifest says."""
         for name, member in self.manifest.members.items():
             size = self._store.size(name)
             if size != member.bytes:

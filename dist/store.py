@@ -134,6 +134,7 @@ class ZipStore:
         return io.BufferedReader(_Slice(file, offset, size))
 
     def region(self, name: str) -> tuple[Path, int, int]:
+        """Where a member's bytes lie: file, offset, length. Members are stored uncompressed."""
         info = self._info(name)
         with self.path.open("rb") as f:
             f.seek(info.header_offset)

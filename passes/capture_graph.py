@@ -19,6 +19,7 @@ from tvm import relax
 
 @tvm.transform.module_pass(opt_level=0, name="PrepareCapture")
 def PrepareCapture(mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
+    """Results of bucket functions leave through `vm.builtin.copy`."""
     functions = dict(mod.functions_items())
     for gv, func in exported_functions(mod):
         if bucket_of(func) is None:

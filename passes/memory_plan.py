@@ -51,6 +51,7 @@ def upper_bound(expr: Any, bounds: dict[str, int]) -> int:
 
 
 def tensor_bytes(ty: Any, bounds: dict[str, int]) -> int:
+    """Bytes of a tensor at the upper bounds of its symbolic sizes."""
     size = (tvm.DataType(str(ty.dtype)).bits + 7) // 8
     for dim in ty.shape:
         size *= upper_bound(dim, bounds)
@@ -174,6 +175,7 @@ def arena_bytes(plan: dict[str, Any]) -> int:
 
 @tvm.transform.module_pass(opt_level=0, name="VerifyMemoryPlan")
 def VerifyMemoryPlan(mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
+    """The pass. Raises CompileError where two live tensors share bytes."""
     plan: dict[str, Any] = {}
     for gv, func in exported_functions(mod):
         found = _FunctionPlan(gv.name_hint, func, mod)

@@ -48,6 +48,7 @@ class Decoder:
         return graph.rms_norm(x, self.parameter(name, self.config.hidden_size), self.config.norm_epsilon)
 
     def attention_block(self, graph: Graph, h: Expr, step: StepInputs, layer: int) -> Expr:
+        """h[t, H] → [t, H], without norm and residual sum; writes this step's keys and values into the pages."""
         c = self.config
         prefix = f"model.layers.{layer}.self_attn"
         q_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -60,6 +61,7 @@ class Decoder:
         return self.linear(graph, o, f"{prefix}.o_proj", c.hidden_size, q_width, c.output_bias)
 
     def mlp_block(self, graph: Graph, h: Expr, layer: int) -> Expr:
+        """h[t, H] → [t, H], without norm and residual sum."""
         c = self.config
         prefix = f"model.layers.{layer}.mlp"
         gate, up = (self.linear(graph, h, f"{prefix}.{part}_proj", c.intermediate_size, c.hidden_size, c.mlp_bias)

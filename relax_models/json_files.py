@@ -27,6 +27,7 @@ def read_object(path: Path, required: bool = True) -> dict[str, Any]:
 
 
 def parse_object(text: str, name: str) -> dict[str, Any]:
+    """The JSON object in `text`. Raises CheckpointError, naming `name`, for anything else."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

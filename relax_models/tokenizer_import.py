@@ -72,6 +72,7 @@ def read_tokenizer(folder: Path, reader: KeyReader, stated_ends: list[int], bos_
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
+    """tokenizer.json of a checkpoint. Raises TokenizerError where it is missing or broken."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         others = [name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (folder / name).is_file()]

@@ -53,6 +53,7 @@ def _safely(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
 
 
 def installed(package: str) -> str | None:
+    """Version of a package, None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -94,6 +94,7 @@ def matrix_tensors(recipe: Recipe) -> list[str]:
 
 
 def to_json(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as plain JSON; `from_json` reads it back."""
     if isinstance(recipe, FromCheckpoint):
         return {"tensor": recipe.tensor}
     if isinstance(recipe, Concat):

@@ -74,6 +74,7 @@ class WeightFormat:
         return {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[self.name]
 
     def bytes_per_weight(self) -> float:
+        """Bytes a weight takes, its share of scales and minimums included, before padding."""
         if not self.quantized:
             return self.bits / 8
         if self.group_size == WHOLE_ROW:

@@ -65,6 +65,7 @@ class Conversation(ABC):
                 self.messages.pop()
 
     def save(self, path: str | Path) -> None:
+        """Write messages and the model's name as JSON. Raises UsageError where the file cannot be written."""
         document = {"format": FORMAT, "version": FORMAT_VERSION, "model": self.name, "messages": self.messages}
         try:
             Path(path).write_text(json.dumps(document, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -20,6 +20,7 @@ _library: ctypes.CDLL | None = None
 
 
 def cudart() -> ctypes.CDLL:
+    """The CUDA runtime library, opened once. Raises EnvironmentProblem where it is not installed."""
     global _library
     if _library is None:
         names = ["libcudart.so.13"]

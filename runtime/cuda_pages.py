@@ -41,6 +41,7 @@ class PageTransfer:
         return result
 
     def write(self, page_ids: Sequence[int], pages: np.ndarray) -> None:
+        """Put copies that `read` gave, [n, layers, 2, kv_heads, page_size, head_dim], into these pages."""
         pinned = self._pinned()
         for first in range(0, len(page_ids), _AT_ONCE):
             part = page_ids[first:first + _AT_ONCE]

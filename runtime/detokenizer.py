@@ -104,6 +104,7 @@ class Detokenizer:
         self._first_token = token_bytes.strip_first_token and not continuation
 
     def add(self, ids: Iterable[int]) -> str:
+        """The text that these ids complete; the bytes of an unfinished character wait for the next ones."""
         raw = bytearray()
         for token_id in ids:
             if token_id in self._skip:

@@ -36,6 +36,7 @@ def fits(state: SamplingState) -> bool:
 
 
 def needs_counts(state: SamplingState) -> bool:
+    """Whether its draws depend on a row of counts: penalties, biases, bans, or end tokens banned for a while."""
     if not state.edits_logits:
         return False
     p = state.params

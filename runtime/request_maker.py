@@ -33,6 +33,7 @@ class RequestMaker:
         self._numbers = itertools.count()
 
     def generation(self, prompt: Seq[int], params: SamplingParams | None, request_id: str | None, salt: str) -> Request:
+        """A request for text with its n sequences. Raises RequestError, with the field, for what can never be answered."""
         params = params or SamplingParams()
         if not self.generates:
             raise RequestError("this bundle computes embeddings only: build it with --embeddings instead of "
@@ -49,6 +50,7 @@ class RequestMaker:
         return request
 
     def embedding(self, prompt: Seq[int], params: EmbeddingParams | None, request_id: str | None, salt: str) -> Request:
+        """A request for the embedding of a prompt. Raises RequestError like `generation`."""
         params = params or EmbeddingParams()
         if not self.embedding_size:
             raise RequestError("this bundle has no function for embeddings: build it with `relaxpack build --embeddings`",

@@ -90,6 +90,7 @@ def fill_decode(arrays: Arrays, sequences: Sequence[SequenceStep], page_size: in
 
 
 def fill_prefill(arrays: Arrays, sequences: Sequence[SequenceStep], page_size: int) -> None:
+    """Rows of all sequences one behind the other, int32; what `arrays` has room for beyond them is padding."""
     page_table, query_start = arrays["page_table"], arrays["query_start"]
     query_start[0] = 0
     rows: list[int] = []

@@ -72,6 +72,7 @@ class Tokenizer:
 
     @classmethod
     def from_bundle(cls, bundle: MemberReader) -> Tokenizer:
+        """The tokenizer of a bundle. Raises BundleError where its members are damaged."""
         try:
             text = TextInfo.from_json(json.loads(bundle.read(TEXT_MEMBER)))
         except (ValueError, TypeError, AttributeError) as error:

@@ -71,6 +71,7 @@ class ToolCallParser:
         self.calls: list[ToolCall] = []
 
     def add(self, text: str) -> list[Event]:
+        """What this text completes: pieces of plain text and of calls. A marker that may have begun is held back."""
         self._buffer += text
         events: list[Event] = []
         while self._step(events):

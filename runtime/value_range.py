@@ -79,6 +79,7 @@ def beyond_e4m3(runner: Any, canaries: CanarySet) -> str:
 
 @contextmanager
 def watch_values(runner: CpuModelRunner) -> Iterator[Watch]:
+    """Watch every kernel that the runner calls inside the `with`."""
     watch = Watch()
     runner.instrument(watch)
     try:

@@ -41,6 +41,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, percentiles and the largest, in the values' unit; None of no values."""
     if not values:
         return None
     return {"mean": sum(values) / len(values), "p50": percentile(values, 50), "p95": percentile(values, 95),

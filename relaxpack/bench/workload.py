@@ -63,6 +63,7 @@ class LoadRequest:
 
 
 def requests_of(workload: Workload) -> Iterator[LoadRequest]:
+    """The requests of a workload in order of arrival, the same for the same seed."""
     rng = random.Random(workload.seed)
     prefixes = [_words(rng, workload.shared_prefix) for _ in range(workload.prefix_groups)]
     arrival = 0.0

@@ -131,6 +131,7 @@ class PrefixCache:
             self._pool.forget(page_id)
 
     def check(self) -> None:
+        """Assert that names, digests and the pool's kept pages agree."""
         assert set(self._by_page) == self._pool._kept, "the pool keeps other pages than the cache names"
         assert len(self._by_digest) == len(self._by_page)
         assert all(self._by_digest[p.digest] is p for p in self._by_page.values())

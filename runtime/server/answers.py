@@ -57,6 +57,7 @@ class Head:
 
 
 def usage(job: Job, output_tokens: int) -> Json:
+    """The `usage` of an answer: tokens of all prompts and outputs."""
     prompt = sum(map(len, job.prompts))
     cached = sum(stream.cached_tokens for stream in job.streams)
     return {"prompt_tokens": prompt, "completion_tokens": output_tokens, "total_tokens": prompt + output_tokens,

@@ -78,6 +78,7 @@ class EmbeddingJob:
 
 
 def embedding_job(body: EmbeddingBody, model: ServedModel, tenant: str = "") -> EmbeddingJob:
+    """A body of /v1/embeddings, checked. Raises RequestError or ApiError with the field that is wrong."""
     model.check_name(body.model)
     if not model.engine.embedding_size:
         raise RequestError("the bundle served here has no function for embeddings: build one with `relaxpack build "

@@ -38,6 +38,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None,
                    headers: Mapping[str, str] | None = None) -> Response:
+    """An error as OpenAI's API gives them."""
     content = json.dumps(error_body(status, message, param, code), ensure_ascii=False)
     # Broken text of a client (a lone surrogate) must not break the answer about it.
     return Response(content.encode("utf-8", "replace"), status, headers, "application/json")

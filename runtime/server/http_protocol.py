@@ -23,6 +23,8 @@ from relaxpack.runtime.server.limits import Limits
 
 
 def protocol_with(limits: Limits) -> type[H11Protocol]:
+    """uvicorn's protocol with the timeouts of `limits`: for the head of a request, and for a client that does not read."""
+
     class TimedProtocol(H11Protocol):
         """Timers only exist while something is awaited from the client."""
 

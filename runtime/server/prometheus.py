@@ -76,6 +76,7 @@ def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
 
 
 def metrics_text(engine: EngineMetrics, http: HttpCounts, model: str) -> bytes:
+    """All metrics in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ServerCollector(engine, http, model))
     ProcessCollector(registry=registry)     # memory, processor time, open files

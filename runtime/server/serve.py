@@ -40,6 +40,7 @@ def url_of(listener: socket.socket) -> str:
 
 def make_server(model: ServedModel, limits: Limits, *, api_keys: Sequence[str] = (), allow_origins: Sequence[str] = (),
                 log_level: str = "warning", on_ready: Callable[[], None] = lambda: None) -> DrainingServer:
+    """The server of a model, not yet running. `on_ready` is called when it listens."""
     app = create_app(model, limits, api_keys=api_keys, allow_origins=allow_origins)
     state: ServerState = app.state.server
 

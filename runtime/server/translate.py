@@ -66,6 +66,8 @@ class Job:
 
 
 def chat_job(body: ChatBody, model: ServedModel, tenant: str = "") -> Job:
+    """A body of /v1/chat/completions, checked, with the prompt from the template. Raises RequestError or ApiError with the
+    field that is wrong."""
     model.check_name(body.model)
     if body.continue_final_message:
         raise RequestError("continue_final_message is not supported: leave it out, or use /v1/completions with the "
@@ -100,6 +102,7 @@ def chat_job(body: ChatBody, model: ServedModel, tenant: str = "") -> Job:
 
 
 def completion_job(body: CompletionBody, model: ServedModel, tenant: str = "") -> Job:
+    """A body of /v1/completions, checked. Raises RequestError or ApiError with the field that is wrong."""
     model.check_name(body.model)
     n = 1 if body.n is None else body.n
     if body.suffix:

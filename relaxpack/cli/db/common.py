@@ -27,6 +27,7 @@ db_option = click.option("--db", "location", metavar="LOCATION",
 
 
 def filter_options(function: F) -> F:
+    """The options that choose records, for a command."""
     options = [
         click.option("--name", metavar="PATTERN", help="Workloads by name, e.g. '*gemv*'."),
         click.option("--target", metavar="TARGET", help="cpu, cuda, cuda:sm_90a, or the start of a target's hash."),
@@ -115,6 +116,7 @@ def of_target(record: TuningRecord, wanted: str) -> bool:
 
 
 def choice_text(record: TuningRecord) -> str:
+    """What a record chose, in a few words."""
     choice = record.choice
     if choice["kind"] == "trace":
         return f"trace of {len(choice['trace'][0])} steps"
@@ -125,6 +127,8 @@ def choice_text(record: TuningRecord) -> str:
 
 
 def status_text(record: TuningRecord, other_compiler: str = "", beaten: bool = False) -> Text:
+    """The status as this machine sees it. `other_compiler`: how its compiler differs; `beaten`: another record of the key is
+    faster."""
     if record.status == "good" and other_compiler:
         return Text("stale here", STYLES["note"])
     if record.status == "good" and beaten:

@@ -112,6 +112,7 @@ def pull(url: str, location: str | None, only_here: bool, as_json: bool) -> None
 
 
 def read_records(url: str) -> tuple[list[TuningRecord], list[Damaged], str]:
+    """Records of a store or of exchanged bundles, what of them is damaged, and where they came from."""
     from relaxpack.dist.tuning.exchange import pull as pull_bundles
     from relaxpack.dist.tuning.layers import is_store
 

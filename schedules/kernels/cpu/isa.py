@@ -24,6 +24,7 @@ class Isa:
 
     @staticmethod
     def of(target: TargetSpec) -> Isa:
+        """What the target's features give. Raises CompileError below AVX2, FMA and F16C."""
         have = set(target.features)
         if not {"avx2", "fma", "f16c"} <= have:
             raise CompileError(f"target {target.name}: the CPU kernels need AVX2, FMA and F16C, it has "

@@ -68,6 +68,7 @@ def stored_as(weight: WeightFormat) -> WeightFormat:
 
 
 def weight_layout(weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
+    """One buffer of panels of 32 rows. Raises CompileError for shapes and formats without a kernel."""
     weight = stored_as(weight)
     name = f"cpu.{weight.name}.panel32" + (".gate_up" if gated else "")
     if gated and out_features % 2:

@@ -25,6 +25,7 @@ def group_columns(weight: WeightFormat, in_features: int) -> int:
 
 
 def weight_layout(weight: WeightFormat, out_features: int, in_features: int, gated: bool) -> WeightLayout:
+    """One buffer u8[panels, groups of columns, codes and then scales of 32 rows]."""
     if gated and out_features % 2:
         raise CompileError(f"gate and up rows together must be even, got {out_features}")
     record = group_columns(weight, in_features) * PANEL + SCALE_BYTES

@@ -23,6 +23,7 @@ class QuantizedRows:
 
 
 def allocate(rows: Expr, features: int, group: int, sums: bool, starts: bool) -> QuantizedRows:
+    """Buffers for `rows` rows; `sums`, `starts`: whether the weight needs them."""
     def buffer(columns: int, dtype: str) -> Any:
         return T.alloc_buffer((rows, i64(columns)), dtype)
 

@@ -38,6 +38,7 @@ __device__ __forceinline__ float f16_bits_to_float(unsigned int bits) {
 
 
 def check_dtypes(*dtypes: str) -> None:
+    """Raise CompileError unless all are 16-bit floats."""
     for dtype in dtypes:
         if dtype not in SHORT:
             raise CompileError(f"CUDA attention kernels store bfloat16 or float16, not {dtype}: build with "

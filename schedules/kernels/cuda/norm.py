@@ -33,6 +33,7 @@ def default_tuning(spec: NormSpec, arch: str = "") -> NormTuning:
 
 
 def norm_kernel(spec: NormSpec, arch: str, tuning: NormTuning | None = None) -> Kernel:
+    """x, [residual], weight → [total], y, all [t, hidden_size]; each output may lie over its input."""
     epsilon = f"{spec.epsilon:g}".replace("-", "m").replace(".", "p").replace("+", "")
     default = default_tuning(spec, arch)
     tuning = tuning or default

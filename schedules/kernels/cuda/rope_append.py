@@ -39,6 +39,7 @@ def chunk_width(head_dim: int, rotary_dim: int) -> int:
 
 
 def lanes_per_head(head_dim: int, rotary_dim: int) -> int:
+    """Threads that rotate one head, a power of two. Raises CompileError where a warp does not suffice."""
     pairs, lanes = head_dim // 2 // chunk_width(head_dim, rotary_dim), 1
     while lanes < pairs:
         lanes *= 2

@@ -13,6 +13,7 @@ AGAIN, SHARED = 0.4, 0.13     # of that time: keys that L2 still has, keys that 
 
 
 def spread_costs(spec: AttentionSpec, rows: int, arch: str) -> SpreadCosts:
+    """Microseconds a layer, for a bucket of `rows` sequences."""
     key = 2 * spec.num_kv_heads * spec.head_dim * spec.kv_item_bytes / BYTES_PER_US
     more = 2 + spec.head_dim / 16
     fused, longest = fused_tuning(spec, rows, arch), 0.0

@@ -36,6 +36,7 @@ def group_blocks(vocab_size: int) -> int:
 
 
 def group_function(vocab_size: int, early: bool) -> Any:
+    """Stage one: a warp finds the likeliest token of its GROUP, and the sum of exp relative to it."""
     V, GROUPS, BLOCKS, WARPS = vocab_size, -(-vocab_size // GROUP), group_blocks(vocab_size), GROUP_THREADS // 32
     parts = sampling_parts(SamplingSpec(V))
     load4, better = parts.load4, parts.better
@@ -91,6 +92,7 @@ def group_function(vocab_size: int, early: bool) -> Any:
 
 
 def take_function(vocab_size: int, early: bool) -> Any:
+    """Stage two: a warp a row takes the likeliest tokens from the groups in turn."""
     V, GROUPS, COUNT = vocab_size, -(-vocab_size // GROUP), TOP_LOGPROBS
     parts = sampling_parts(SamplingSpec(V))
     load4, better, combine_sums = parts.load4, parts.better, parts.combine_sums
