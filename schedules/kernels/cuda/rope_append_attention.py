@@ -16,11 +16,7 @@ from relaxpack.schedules.kernels.cuda.attention_decode_tile import DecodeTile, t
 from relaxpack.schedules.kernels.cuda.fragments import (
     AWAIT,
     COMMIT,
-    EXP2,
-    MAPA,
-    NEG_BIG,
     RELEASE,
-    REMOTE_STORE,
     WAIT,
     early_launch,
     finish,
@@ -30,8 +26,9 @@ from relaxpack.schedules.kernels.cuda.fragments import (
     page_name,
     shuffle_xor,
 )
-from relaxpack.schedules.kernels.cuda.pages_fp8 import pack_e4m3
-from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import FusedTuning, fused_tuning, inbox_shape, units
+from relaxpack.schedules.kernels.cuda.rope_append_attention_merge import ClusterMerge
+from relaxpack.schedules.kernels.cuda.rope_append_attention_new import NewToken, rotate
+from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import FusedTuning, fused_tuning, inbox_shape
 from tvm.script import tirx as T
 
 
@@ -58,26 +55,19 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
     D, R, H, KV, PS, MP, L = (spec.head_dim, spec.rotary_dim, spec.num_heads, spec.num_kv_heads, spec.page_size,
                               spec.max_pages, spec.num_layers)
     G, C, WARPS, STAGES, HEADS = H // KV, tuning.cluster, tuning.warps, tuning.stages, H + 2 * KV
-    act, kv, FP8, MAX_POSITION = spec.activation_dtype, spec.page_dtype, spec.fp8, spec.max_position
+    act, kv, MAX_POSITION = spec.activation_dtype, spec.page_dtype, spec.max_position
     NORM, EPS = spec.qk_norm_epsilon is not None, float(spec.qk_norm_epsilon or 0.0)
     tile = DecodeTile(spec, tuning.key_tiles)
     KEYS, TILE_KEYS, THREADS, WINDOW = tile.keys, tuning.keys, WARPS * 32, spec.window or 0
     WINDOWED = spec.window is not None
     PAGES, NT, KS, ROW_CHUNKS = tile.pages, tile.columns // 8, tile.steps, tile.row_chunks
     first_tile, last_tile = tile_range(spec, TILE_KEYS)
-    copy_rows, reset, attend, arrange, settle = tile.copy(), tile.reset(), tile.attend(), tile.arrange(), tile.settle()
+    copy_rows, reset, attend, arrange = tile.copy(), tile.reset(), tile.attend(), tile.arrange()
     HALF, UNITS, TURN = R // 2, D // 8, R // 16                      # units of 8 of head_dim; i and i + TURN rotate together
-    PAIRS, PLAIN, WORDS = R // 4, (D - R) // 2, D // 2               # words of the new key: rotated pairs, others, all
-    EP, EL, EV = -(-PAIRS // 32), -(-PLAIN // 32), -(-WORDS // 32)   # of each, a lane's share
-    SOURCES, PER_BLOCK, GP = C * WARPS, units(spec, tuning), G + G % 2
-    ITEMS = PER_BLOCK * GP * 4                                       # pairs of results that a block merges
-    PARTS = 1                                                        # threads that share one
-    while PARTS * 2 <= min(32, SOURCES) and ITEMS * PARTS * 2 <= THREADS and SOURCES % (PARTS * 2) == 0:
-        PARTS *= 2
+    new, cluster = NewToken(spec), ClusterMerge(spec, tuning, tile)
+    load_new, turn_new, append, send, merge = new.load, new.turn, new.append, cluster.send, cluster.merge
+    PAIRS, WORDS, (EP, EL, EV), WORD, CHUNK = new.pairs, new.words, new.per_lane, new.word, new.chunk
     PACK = pack(act)
-    # A word of `fresh` and of the ring is two elements of the new key or value: 32 bits, or 16 of e4m3 numbers.
-    WORD, CHUNK = ("uint16", 8) if FP8 else ("uint32", 4)
-    STORE = "st.global.b16" if FP8 else "st.global.b32"
     assert tile.ahead
 
     def block_ids(t: Any) -> Any:
@@ -92,15 +82,6 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
             page[at + j] = 0
             if base + j * PS < limit:
                 page[at + j] = page_table[row, (base + j * PS) // PS]
-
-    @T.inline
-    def rotate(x, cos, sin, at):
-        """Two elements x[0], x[1] of the first half with x[2], x[3] of the second, by angles at, at + 1."""
-        turned: T.float32
-        for i in T.unroll(2):
-            turned = x[i] * cos[at + i] - x[2 + i] * sin[at + i]
-            x[2 + i] = x[2 + i] * cos[at + i] + x[i] * sin[at + i]
-            x[i] = turned
 
     @T.inline
     def load_queries(query, x, cos, sin, qkv, q_norm, row, kv_head, lane):
@@ -142,171 +123,11 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
         arrange(query)
 
     @T.inline
-    def load_new(words, qkv, row, kv_head, lane):
-        """This lane's words of the new key (rotated pairs, others) and of the new value."""
-        key = T.meta_var((H + kv_head) * D)
-        for e in T.unroll(2 * EP + EL + EV):
-            words[e] = T.uint32(0)
-        for e in T.unroll(EP):
-            if lane + 32 * e < PAIRS:
-                T.ptx["ld.global.b32"](words[2 * e], qkv.ptr_to([row, key + (lane + 32 * e) * 2]))
-                T.ptx["ld.global.b32"](words[2 * e + 1], qkv.ptr_to([row, key + HALF + (lane + 32 * e) * 2]))
-        for e in T.unroll(EL):
-            if lane + 32 * e < PLAIN:
-                T.ptx["ld.global.b32"](words[2 * EP + e], qkv.ptr_to([row, key + R + (lane + 32 * e) * 2]))
-        for e in T.unroll(EV):
-            if lane + 32 * e < WORDS:
-                T.ptx["ld.global.b32"](words[2 * EP + EL + e],
-                                       qkv.ptr_to([row, (H + KV + kv_head) * D + (lane + 32 * e) * 2]))
-
-    @T.inline
-    def keep(fresh, which, at, words, w, x, first):
-        """Two new numbers, f32 → `fresh`."""
-        if FP8:
-            fresh[which, at] = T.Cast(WORD, pack_e4m3(x[first + 1], x[first]))
-        else:
-            T.ptx[PACK](words[w], x[first + 1], x[first])
-            fresh[which, at] = words[w]
-
-    @T.inline
-    def keep_plain(fresh, which, at, words, w):
-        """Two new numbers as they came → `fresh`."""
-        if FP8:
-            fresh[which, at] = T.Cast(WORD, pack_e4m3(high(act, words[w]), low(act, words[w])))
-        else:
-            fresh[which, at] = words[w]
-
-    @T.inline
-    def rotate_new(words, x, cos, sin, fresh, k_norm, lane):
-        """Rotates the new key; key and value go to `fresh`."""
-        total: T.float32
-        if NORM:
-            total = T.float32(0)
-            for e in T.unroll(2 * EP + EL):
-                x[0] = low(act, words[e])
-                x[1] = high(act, words[e])
-                total = total + x[0] * x[0] + x[1] * x[1]
-            for i in T.unroll(5):
-                total = total + shuffle_xor(total, 1 << i)
-            total = T.rsqrt(total * T.float32(1.0 / D) + T.float32(EPS))
-        for e in T.unroll(EP):
-            if lane + 32 * e < PAIRS:
-                for j in T.unroll(2):
-                    x[2 * j] = low(act, words[2 * e + j])
-                    x[2 * j + 1] = high(act, words[2 * e + j])
-                    if NORM:
-                        for i in T.unroll(2):
-                            x[2 * j + i] = x[2 * j + i] * total * k_norm[j * HALF + (lane + 32 * e) * 2 + i]
-                rotate(x, cos, sin, 2 * e)
-                for j in T.unroll(2):
-                    keep(fresh, 0, lane + 32 * e + j * PAIRS, words, 2 * e + j, x, 2 * j)
-        for e in T.unroll(EL):
-            if lane + 32 * e < PLAIN:
-                if NORM:
-                    x[0] = low(act, words[2 * EP + e])
-                    x[1] = high(act, words[2 * EP + e])
-                    for i in T.unroll(2):
-                        x[i] = x[i] * total * k_norm[R + (lane + 32 * e) * 2 + i]
-                    keep(fresh, 0, 2 * PAIRS + lane + 32 * e, words, 2 * EP + e, x, 0)
-                else:
-                    keep_plain(fresh, 0, 2 * PAIRS + lane + 32 * e, words, 2 * EP + e)
-        for e in T.unroll(EV):
-            if lane + 32 * e < WORDS:
-                keep_plain(fresh, 1, lane + 32 * e, words, 2 * EP + EL + e)
-        T.cuda.warp_sync()
-
-    @T.inline
-    def append(fresh, pages, layer, slot, kv_head, lane):
-        for j in T.unroll(2):
-            for e in T.unroll(EV):
-                if lane + 32 * e < WORDS:
-                    T.ptx[STORE](pages.ptr_to([
-                        layer, T.Cast("int64", slot // PS), j, T.Cast("int64", kv_head), T.Cast("int64", slot % PS),
-                        (lane + 32 * e) * 2]), fresh[j, lane + 32 * e])
-
-    @T.inline
-    def send(inbox, stats, acc, top, total, source, attended, lane):
-        """A warp's results to the blocks that merge them."""
-        to = T.alloc_buffer((C,), "uint32", scope="local")
-        remote: T.uint32
-        settle(acc, total)
-        for n in T.unroll(NT):
-            for j in T.unroll(2):
-                for i in T.unroll(3):
-                    total[n, j] = total[n, j] + shuffle_xor(total[n, j], 4 << i)
-        for n in T.unroll(NT):
-            pair = T.meta_var(n * 4 + lane % 4)
-            for i in T.unroll((C + 7) // 8):
-                if T.And(lane // 4 + 8 * i < C, pair * 2 < GP):
-                    T.ptx[MAPA](remote, T.cuda.cvta_generic_to_shared(stats.ptr_to([source, pair, 0])),
-                                T.Cast("uint32", lane // 4 + 8 * i))
-                    T.ptx[REMOTE_STORE + ".v4.f32"](remote, top[n, 0], top[n, 1], total[n, 0], total[n, 1])
-        if attended == 1:
-            for i in T.unroll(C):
-                T.ptx[MAPA](to[i], T.cuda.cvta_generic_to_shared(inbox.ptr_to([source, 0, lane // 4, lane % 4 * 2])),
-                            T.uint32(i))
-            for u in T.unroll(UNITS):
-                for n in T.unroll(NT):
-                    if n * 8 + lane % 4 * 2 < GP:
-                        T.ptx[REMOTE_STORE + ".v2.f32"](
-                            to[u // PER_BLOCK] + T.uint32((u % PER_BLOCK * 8 * GP + n * 8) * 4),
-                            acc[u // 2, n, u % 2 * 2], acc[u // 2, n, u % 2 * 2 + 1])
-
-    @T.inline
-    def merge(inbox, stats, y, row, kv_head, member, tx):
-        """A thread has every PARTS-th warp's part of one element of two heads; neighbours add theirs."""
-        peak = T.alloc_buffer((2,), "float32", scope="local")
-        sum = T.alloc_buffer((2,), "float32", scope="local")
-        value = T.alloc_buffer((2,), "float32", scope="local")
-        stat = T.alloc_buffer((4,), "float32", scope="local")        # maximum and sum of both heads
-        sent = T.alloc_buffer((2,), "float32", scope="local")
-        factor: T.float32
-        for i in T.unroll((ITEMS * PARTS + THREADS - 1) // THREADS):
-            item = T.meta_var(tx // PARTS + i * (THREADS // PARTS))
-            pair = T.meta_var(item // 8 % (GP // 2))
-            unit = T.meta_var(item // (4 * GP))
-            live = T.meta_var(T.And(item < ITEMS, member * PER_BLOCK + unit < UNITS))
-            for j in T.unroll(2):
-                peak[j] = T.float32(NEG_BIG)
-                sum[j] = T.float32(0)
-                value[j] = T.float32(0)
-            if live:
-                for s in T.unroll(SOURCES // PARTS):
-                    T.ptx["ld.shared.v4.f32"](stat[0], stat[1], stat[2], stat[3],
-                                              stats.ptr_to([s * PARTS + tx % PARTS, pair, 0]))
-                    for j in T.unroll(2):
-                        peak[j] = T.max(peak[j], stat[j])
-            for k in T.unroll(PARTS.bit_length() - 1):
-                for j in T.unroll(2):
-                    peak[j] = T.max(peak[j], shuffle_xor(peak[j], 1 << k))
-            if live:
-                for s in T.unroll(SOURCES // PARTS):
-                    T.ptx["ld.shared.v4.f32"](stat[0], stat[1], stat[2], stat[3],
-                                              stats.ptr_to([s * PARTS + tx % PARTS, pair, 0]))
-                    T.ptx["ld.shared.v2.f32"](sent[0], sent[1],
-                                              inbox.ptr_to([s * PARTS + tx % PARTS, unit, item % 8, pair * 2]))
-                    for j in T.unroll(2):
-                        T.ptx[EXP2](factor, stat[j] - peak[j])
-                        sum[j] = sum[j] + factor * stat[2 + j]
-                        # a warp without keys has a sum of 0 and has sent nothing else
-                        value[j] = value[j] + factor * T.if_then_else(stat[2 + j] == T.float32(0), T.float32(0), sent[j])
-            for k in T.unroll(PARTS.bit_length() - 1):
-                for j in T.unroll(2):
-                    sum[j] = sum[j] + shuffle_xor(sum[j], 1 << k)
-                    value[j] = value[j] + shuffle_xor(value[j], 1 << k)
-            if T.And(live, tx % PARTS == 0):
-                element = T.meta_var(tile.output_at(member * PER_BLOCK + unit, item % 8))
-                for j in T.unroll(2):
-                    if pair * 2 + j < G:
-                        y[row, (kv_head * G + pair * 2 + j) * D + element] = T.Cast(
-                            act, T.if_then_else(sum[j] == T.float32(0), T.float32(0), value[j] / sum[j]))
-
-    @T.inline
     def body(qkv, rope_table, positions, slots, q_norm, k_norm, layer, pages, page_table, lengths, y, group, member, tx):
         pool = T.SMEMPool()
         ring = pool.alloc((WARPS, STAGES, 2, KEYS * ROW_CHUNKS, tile.unit), kv, align=128)
         inbox = pool.alloc(inbox_shape(spec, tuning), "float32", align=16)
-        stats = pool.alloc((SOURCES, GP // 2, 4), "float32", align=16)
+        stats = pool.alloc((cluster.sources, cluster.heads // 2, 4), "float32", align=16)
         fresh = pool.alloc((2, WORDS), WORD, align=16)               # the new key and value
         pool.move_base_to(0)
         ring_words = pool.alloc((WARPS, STAGES, 2, KEYS * ROW_CHUNKS * CHUNK), WORD, align=128)      # the ring's bytes
@@ -372,7 +193,7 @@ def _function(spec: AttentionSpec, tuning: FusedTuning, early: bool) -> Any:
             load_new(words, qkv, row, kv_head, lane)
         load_queries(query, x, cos, sin, qkv, q_norm, row, kv_head, lane)
         if owner == 1:
-            rotate_new(words, x, new_cos, new_sin, fresh, k_norm, lane)
+            turn_new(words, x, new_cos, new_sin, fresh, k_norm, lane)
         reset(acc, top, total)
         stage = 0
         attended = 0
