@@ -173,7 +173,7 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
                     T.ptx["griddepcontrol.launch_dependents"]()
                     T.ptx["griddepcontrol.wait"]()
 
-            if wid >= W * G:
+            if wid == W * G if feeders == 1 else wid >= W * G:
                 if elected() if elect else lane == 0:
                     if feeders == 1:
                         begin(load_weights)                     # weights do not depend on the kernel before
