@@ -13,7 +13,7 @@ from relaxpack.kernel_spec import EmbeddingSpec, LinearSpec
 from relaxpack.schedules.kernels.cpu.linear_fp8 import Fp8Tuning, linear_fp8
 from relaxpack.schedules.kernels.cpu.provider import CpuKernels
 from relaxpack.weight_format import E4M3, FORMATS, QuantizedTensor
-from tests.numerics.test_cpu_kernels import finish, provider, run
+from tests.helpers.cpu_case import finish, provider, run
 
 FP8, FP8_BLOCK = FORMATS["fp8"], FORMATS["fp8_block"]
 FINITE = np.flatnonzero(~np.isnan(E4M3)).astype(np.uint8)
