@@ -12,7 +12,7 @@ from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.kernel_spec import LinearSpec
+from relaxpack.kernel_spec import MANY_ROWS, LinearSpec
 from relaxpack.passes.rewrite import placeholder_name
 from relaxpack.placeholders import GLU, LINEAR
 from relaxpack.weight_format import FORMATS
@@ -66,6 +66,12 @@ def phase_of(function: str, x: Any) -> str:
     """"prefill" for the many rows of a prompt, "decode" for few: those of a decode step, or picked out for their logits."""
     rows = x.ty.shape[0]
     return "prefill" if function in ("prefill", "embed") and getattr(rows, "name", "") == "t" else "decode"
+
+
+def has_many_rows(function: str, x: Any) -> bool:
+    """Whether a prefill step has many rows, as far as norms go; eager ones, of any number, are those above the buckets."""
+    rows = constant(x.ty.shape[0])
+    return phase_of(function, x) == "prefill" if rows is None else function.startswith("prefill") and rows >= MANY_ROWS
 
 
 def constant(dim: Any) -> int | None:

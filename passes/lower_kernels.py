@@ -26,7 +26,7 @@ from relaxpack.kernel_spec import (
     Stage,
 )
 from relaxpack.passes.fuse_head_sample import split_operands
-from relaxpack.passes.linear_call import outputs_of, phase_of, read_linear
+from relaxpack.passes.linear_call import has_many_rows, outputs_of, phase_of, read_linear
 from relaxpack.passes.memory_plan import OVERWRITES
 from relaxpack.passes.rewrite import FunctionRewriter, operands_of, placeholder_name
 from relaxpack.passes.step_table import OPERATIONS
@@ -117,7 +117,8 @@ class _Rewriter(FunctionRewriter):
         *tensors, epsilon = operands
         residual = name == ADD_RMS_NORM
         x, weight = tensors[0], tensors[-1]
-        spec = NormSpec(int(weight.ty.shape[0]), float(epsilon.value), str(x.ty.dtype), residual)
+        spec = NormSpec(int(weight.ty.shape[0]), float(epsilon.value), str(x.ty.dtype), residual,
+                        has_many_rows(self.function_name, x))
         buffers = {"x": x, "weight": weight, **({"residual": tensors[1]} if residual else {})}
         outputs = {"total": call.ty.fields[0], "y": call.ty.fields[1]} if residual else {"y": call.ty}
         return self._call(self.provider.norm(spec), buffers, outputs, {"operation": name.removeprefix("relaxpack.")})

@@ -52,6 +52,7 @@ from relaxpack.spread_costs import SpreadCosts
 from relaxpack.weight_format import QuantizedTensor, WeightFormat
 
 NORM_GROUP = 16  # features whose squares are one number of `squares`
+MANY_ROWS = 512  # of a norm: what counts as many
 Dim = int | str  # a constant or the name of a symbolic variable ("t", "b", "p")
 
 
@@ -126,6 +127,17 @@ class NormSpec:
     epsilon: float
     activation_dtype: str
     residual: bool               # True: add_rms_norm
+    many_rows: bool = False      # a prefill of MANY_ROWS or more, or of any number; else few, or of a decode step
+
+    @property
+    def phase(self) -> str:
+        """Whose numbers of rows the kernel is tuned for."""
+        return "prefill" if self.many_rows else "decode"
+
+    def recorded(self) -> dict[str, Any]:
+        """The facts as tuning records name them: records are older than `many_rows`."""
+        facts = asdict(self)
+        return facts if facts["many_rows"] else {name: fact for name, fact in facts.items() if name != "many_rows"}
 
 
 # `shared` i32[t] of decode attention: how many leading keys a row has in common with the others in which this is not 0. The

@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.gpu.tune_device import geometric_mean
 from relaxpack import __version__
 from relaxpack.schedules.tuning.noise import Verdict
+from relaxpack.tuning.duel import decide
 from relaxpack.tuning.rounds import Rounds
-from relaxpack.tuning.session import decide
 from relaxpack.tuning_record import Check, Origin, TuningRecord, Workload
 
 SEED = 1

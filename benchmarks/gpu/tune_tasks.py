@@ -21,7 +21,7 @@ from relaxpack.schedules.kernels.cuda.linear import NORM_FAMILIES
 from relaxpack.schedules.tuning.cuda_linear_spaces import default_choice
 from relaxpack.target import parse_target
 from relaxpack.tuning.candidates import families_for
-from relaxpack.tuning.cuda_jobs import described
+from relaxpack.tuning.cuda_stages import described
 from relaxpack.tuning.worker import Worker
 from relaxpack.tuning_record import canonical
 from relaxpack.weight_format import FORMATS
@@ -37,7 +37,7 @@ MORE_LINEARS = {"3b.qkv": (5120, 3072, False), "3b.o": (3072, 3072, False), "3b.
                 "phi.qkv": (7680, 5120, False), "phi.o": (5120, 5120, False), "phi.gate_up": (35840, 5120, True),
                 "phi.down": (5120, 17920, False)}     # Llama-3.2-3B, Qwen3-8B and Phi-4: shapes no rule was fitted to
 HEADS = {"1b": (32, 8, 64), "8b": (32, 8, 128), "7b": (28, 4, 128)}
-NORM_ROWS = (1, 8, 64, 512, 4096)
+NORM_ROWS = {False: (1, 8, 64), True: (512, 4096)}      # few and many: a kernel each
 ATTENTION_CASES = {1: ((1, 512), (1, 2048), (1, 8192)), 8: ((1, 512), (1, 2048), (8, 512), (8, 2048)),
                    64: ((1, 512), (8, 2048), (64, 512), (64, 2048))}      # bucket → (sequences, tokens behind each)
 FUSED_ROWS = (1, 8, 64)
@@ -66,7 +66,7 @@ def declared() -> list[Job]:
     """The set by which tuning is judged, fixed before anything is measured: the four matmuls of an 8B model in bfloat16 and
     q4_1 at every number of rows that the issue lists, norms, and decode attention, one by one and in one kernel."""
     found = [linear_job(f"8b.{part}", rows, weight) for weight in ("bf16", "q4_1") for rows in ROWS for part in PARTS]
-    found += [norm_job("8b", residual) for residual in (True, False)]
+    found += [norm_job("8b", residual, many) for residual in (True, False) for many in NORM_ROWS]
     found += [attention_job("8b", bucket) for bucket in ATTENTION_CASES]
     return found + [fused_job("8b", rows) for rows in FUSED_ROWS]
 
@@ -79,7 +79,8 @@ def jobs() -> list[Job]:
     found += [fused_job(model, rows) for model in ("8b", "1b", "7b") for rows in (1, 2, 4, 8, 16, 32, 64)
               if (model, rows) not in {("8b", rows) for rows in FUSED_ROWS}]
     found += [linear_job(f"{model}.{part}", rows) for rows in ROWS[:-1] for model in ("1b", "7b") for part in parts]
-    found += [norm_job(model, residual) for model in ("1b", "7b") for residual in (True, False)]
+    found += [norm_job(model, residual, many) for many in NORM_ROWS for model in HIDDEN if model not in ("8b", "q3")
+              for residual in (True, False)]
     found += [attention_job(model, bucket) for bucket in ATTENTION_CASES for model in ("1b", "7b")]
     found += [linear_job(f"{model}.{part}", rows) for rows in MORE_ROWS for model in ("8b", "1b", "7b") for part in parts]
     found += [linear_job(f"8b.{part}", rows, "q4_1") for rows in (2, 32, 128) for part in parts]
@@ -158,10 +159,11 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
     return choice.get("algorithm", 0) < (6 if rows >= 64 else 3)
 
 
-def norm_job(model: str, residual: bool) -> Job:
-    spec = NormSpec(HIDDEN[model], 1e-5, "bfloat16", residual)
-    cases = [{"kind": "norm", "rows": rows, "h": spec.hidden_size, "residual": residual} for rows in NORM_ROWS]
-    return Job(f"{model}.{'add_norm' if residual else 'norm'}", "cuda.norm", spec, 1, cases)
+def norm_job(model: str, residual: bool, many: bool = False) -> Job:
+    spec = NormSpec(HIDDEN[model], 1e-5, "bfloat16", residual, many)
+    cases = [{"kind": "norm", "rows": rows, "h": spec.hidden_size, "residual": residual} for rows in NORM_ROWS[many]]
+    name = f"{model}.{'add_norm' if residual else 'norm'}{'_many' if many else ''}"
+    return Job(name, "cuda.norm", spec, NORM_ROWS[many][0], cases, only=lambda choice: many or not choice["blocks"])
 
 
 def attention_job(model: str, bucket: int) -> Job:

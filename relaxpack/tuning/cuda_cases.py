@@ -22,7 +22,7 @@ from relaxpack.weight_format import LARGEST_ZERO, WHOLE_ROW, QuantizedTensor, We
 TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 3e-5}      # relative error of a whole output
 PERIOD = 16 * 61                          # rows of a weight
 CONTEXTS = (512, 2048)                    # tokens behind a decoding sequence in a timing
-NORM_ROWS = (1, 64, 512)                  # one kernel serves every number of rows
+FEW_NORM_ROWS, MANY_NORM_ROWS = (1, 64), (512, 4096)      # one kernel serves all of them
 CACHE_BYTES = 4 << 30                     # keys and values of a timing, at most
 _DTYPES: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16}
 
@@ -122,7 +122,8 @@ def timing_cases(family: str, spec: Any, bucket: int, seed: int, rotate: int) ->
         return [linear_case(spec, bucket, seed, reference=False)]
     if family == "cuda.norm":
         moved = ("x", "residual", "total", "y") if spec.residual else ("x", "y")
-        return [replace(_norm(spec, rows, seed), copied=moved) for rows in sorted({*NORM_ROWS, bucket})]
+        some = MANY_NORM_ROWS if spec.many_rows else FEW_NORM_ROWS
+        return [replace(_norm(spec, rows, seed), copied=moved) for rows in sorted({*some, bucket})]
     if family == "cuda.prefill_attention":
         return [_pages_in_turn(spec, [bucket], bucket, True, seed, rotate)]
     attention = spec.attention if isinstance(spec, FusedAttentionSpec) else spec
@@ -135,6 +136,21 @@ def timing_cases(family: str, spec: Any, bucket: int, seed: int, rotate: int) ->
         for case, (count, tokens) in zip(found, shapes, strict=True):
             _with_rotation(case, attention, count, tokens, seed)
     return found
+
+
+def step_case(family: str, spec: Any, rows: int, seed: int) -> GpuCase:
+    """What a kernel of a decode step gets, in one set; attention and what belongs to it are one."""
+    if family == "cuda.linear":
+        return linear_case(spec, rows, seed, reference=False)
+    if family == "cuda.norm":
+        return _norm(spec, rows, seed)
+    attention = spec.attention if isinstance(spec, FusedAttentionSpec) else spec
+    tokens = min(CONTEXTS[0], attention.max_pages * attention.page_size)
+    case = _pages_in_turn(attention, [tokens] * rows, rows, False, seed, 0)
+    q = case.buffers["q"]
+    _with_rotation(case, attention, rows, tokens, seed)
+    case.buffers["q"] = q
+    return case
 
 
 # ---- matmul ----

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,11 @@ import relaxpack.tvm_setup  # noqa: F401
 from relaxpack.errors import EnvironmentProblem
 from relaxpack.kernel_spec import Kernel, LinearSpec, NormSpec, Stage
 from relaxpack.target import TargetSpec
-from relaxpack.tuning.cuda_cases import GpuCase, check_cases, poisoned, primfunc_gpu_case, stored, timing_cases
+from relaxpack.tuning.chain import Chain
+from relaxpack.tuning.cuda_cases import GpuCase, check_cases, primfunc_gpu_case, stored, timing_cases
+from relaxpack.tuning.cuda_chain import PlacedChain, Weights, time_chains
 from relaxpack.tuning.cuda_device import Gpu
+from relaxpack.tuning.cuda_stages import Stages, described, description_of, load_stages
 from relaxpack.tuning.primfunc_cases import primfunc_case, primfunc_sets
 from relaxpack.tuning.rounds import Rounds
 from relaxpack.tuning.specs import family_and_spec
@@ -40,7 +42,6 @@ ROTATE = 5                   # times the L2 cache
 _FATAL = ("illegal", "unspecified launch", "misaligned", "cudaerrorassert", "sticky", "hardware stack")
 ENTRY = "relaxpack_candidate"
 Buffers = dict[str, Any]
-Launch = Callable[[Buffers], None]
 _clocks: dict[str, Any] = {}
 
 
@@ -58,16 +59,6 @@ def compile_candidate(workload: Workload, choice: dict[str, Any], target: Target
     module = tvm.IRModule({stage.name: stage.func.with_attr("global_symbol", stage.name) for stage in kernel.stages})
     compile_module(module, target).export_library(path)
     description_of(path).write_text(json.dumps(described(kernel)))
-
-
-def described(kernel: Kernel) -> dict[str, Any]:
-    """How to call a kernel, in plain values: its functions in order, and the buffers between them."""
-    return {"stages": [{"function": stage.name, "arguments": [*stage.inputs, *stage.outputs]} for stage in kernel.stages],
-            "temporaries": {name: [list(shape), dtype] for name, (shape, dtype) in kernel.temporaries.items()}}
-
-
-def description_of(path: str) -> Path:
-    return Path(path).with_suffix(".json")
 
 
 def neighbour_of(workload: Workload, bucket: int) -> NormSpec | None:
@@ -104,6 +95,11 @@ def prepare(workload: Workload, bucket: int, seed: int) -> None:
     _timings(workload, bucket, seed)
 
 
+def prepare_chain(chain: Chain, seed: int) -> None:
+    """The same for a chain of layers."""
+    _placed(chain, seed)
+
+
 def check(path: str, workload: Workload, bucket: int, seed: int) -> tuple[float, str]:
     """(the largest error as a share of what is allowed, where it is). NaN and a second run with other bits are infinite."""
     return _guarded(_check, path, workload, bucket, seed)  # type: ignore[no-any-return]
@@ -114,6 +110,13 @@ def time_in_turn(paths: Sequence[str], workload: Workload, bucket: int, seed: in
     """`rounds` rounds of every library, in turn; fewer where `seconds` are over before. One time a round: the geometric mean
     over the cases."""
     return _guarded(_time_in_turn, paths, workload, bucket, seed, rounds, seconds, neighbour)  # type: ignore[no-any-return]
+
+
+def time_in_chain(paths: Sequence[str], work: Workload, chain: Chain, libraries: Mapping[str, str], seed: int, rounds: int,
+                  seconds: float) -> list[Rounds]:
+    """As `time_in_turn`, but of a layer of the chain, with each library in the place of `work`'s kernel. `libraries`: of the
+    others, by the hash of their workload. What gives other results than the first one takes forever."""
+    return _guarded(_time_in_chain, paths, work, chain, libraries, seed, rounds, seconds)  # type: ignore[no-any-return]
 
 
 def clocks() -> Facts:
@@ -135,7 +138,7 @@ def _guarded(job: Callable[..., Any], *arguments: Any) -> Any:
 
 def _check(path: str, workload: Workload, bucket: int, seed: int) -> tuple[float, str]:
     gpu = open_gpu()
-    stages, worst, where = _Stages(path), 0.0, ""
+    stages, worst, where = load_stages(open_gpu(), path), 0.0, ""
     for case, placed in _checks(workload, bucket, seed):
         results = []
         for _ in range(2):
@@ -155,10 +158,10 @@ def _time_in_turn(paths: Sequence[str], workload: Workload, bucket: int, seed: i
                   neighbour: str | None) -> list[Rounds]:
     gpu = open_gpu()
     sets = _timings(workload, bucket, seed)
-    beside = _Stages(neighbour) if neighbour is not None else None
+    beside = load_stages(gpu, neighbour) if neighbour is not None else None
     tracks: list[list[Callable[[], float]]] = []
     for path in paths:
-        stages = _Stages(path)
+        stages = load_stages(open_gpu(), path)
         tracks.append([_graph(gpu, _calls(stages, case, one, workload, beside)) for case, one in sets])
     times: list[list[float]] = [[] for _ in paths]
     end = time.perf_counter() + seconds
@@ -175,6 +178,23 @@ def _time_in_turn(paths: Sequence[str], workload: Workload, bucket: int, seed: i
     return [Rounds(tuple(own), (True,) * len(own), rotated) for own in times]
 
 
+def _time_in_chain(paths: Sequence[str], work: Workload, chain: Chain, libraries: Mapping[str, str], seed: int, rounds: int,
+                   seconds: float) -> list[Rounds]:
+    gpu = open_gpu()
+    placed = _placed(chain, seed)
+    around = {key: load_stages(gpu, path) for key, path in libraries.items()}
+    timed = time_chains(gpu, placed, [{**around, work.hash: load_stages(gpu, path)} for path in paths], rounds, seconds)
+    _clocks.clear()
+    _clocks.update(gpu.clocks())
+    return [Rounds(one.times_us, (True,) * len(one.times_us), placed.rotated_bytes) for one in timed]
+
+
+@lru_cache(maxsize=1)
+def _placed(chain: Chain, seed: int) -> PlacedChain:
+    gpu = open_gpu()
+    return PlacedChain(gpu, chain, seed, ROTATE * gpu.l2_bytes(), Weights())
+
+
 def _graph(gpu: Gpu, calls: list[Callable[[], object]]) -> Callable[[], float]:
     """Short calls are repeated, all sets over again, until there are enough."""
     once = gpu.captured(calls)
@@ -182,8 +202,8 @@ def _graph(gpu: Gpu, calls: list[Callable[[], object]]) -> Callable[[], float]:
     return once if once() > LONG_US or len(calls) >= CALLS else gpu.captured(calls * -(-CALLS // len(calls)))
 
 
-def _calls(stages: _Stages, case: GpuCase, sets: Sequence[Buffers], workload: Workload,
-           beside: _Stages | None) -> list[Callable[[], object]]:
+def _calls(stages: Stages, case: GpuCase, sets: Sequence[Buffers], workload: Workload,
+           beside: Stages | None) -> list[Callable[[], object]]:
     launch = stages.bound(case.rows)
     if beside is None:
         return [partial(launch, one) for one in sets]
@@ -204,27 +224,6 @@ def _calls(stages: _Stages, case: GpuCase, sets: Sequence[Buffers], workload: Wo
             norm()
 
     return [partial(pair, one) for one in sets]
-
-
-class _Stages:
-    """The functions of a library, called one after the other."""
-
-    def __init__(self, path: str) -> None:
-        module, told = open_gpu().load(path), json.loads(description_of(path).read_text())
-        self._temporaries = told["temporaries"]
-        self._calls = [(module[stage["function"]], stage["arguments"]) for stage in told["stages"]]
-
-    def bound(self, rows: int) -> Launch:
-        """With temporaries for so many rows."""
-        gpu, sizes = open_gpu(), {"t": rows, "b": rows}
-        held = {name: gpu.place(poisoned(tuple(sizes.get(d, d) for d in shape), dtype))
-                for name, (shape, dtype) in self._temporaries.items()}
-
-        def launch(buffers: Mapping[str, Any]) -> None:
-            for function, arguments in self._calls:
-                function(*[held[name] if name in held else buffers[name] for name in arguments])
-
-        return launch
 
 
 @lru_cache(maxsize=1)

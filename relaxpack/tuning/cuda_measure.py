@@ -7,10 +7,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from relaxpack.schedules.kernels.cuda.fragments import early_launch
 from relaxpack.target import TargetSpec
+from relaxpack.tuning.chain import Chain
 from relaxpack.tuning.cuda_jobs import neighbour_of
 from relaxpack.tuning.measure import BUILD_SECONDS, Builder
 from relaxpack.tuning.rounds import Rounds
@@ -54,6 +56,19 @@ class CudaMeasurer(Builder):
             "kind": "parameters", "parameters": {"dependent_launch": early_launch(self.target.arch)}})
         found: list[Rounds] = self._run("time_in_turn", self._run_seconds + seconds, list(libraries), workload, bucket, seed,
                                         rounds, seconds, norm)
+        return found
+
+    def time_in_chain(self, libraries: Sequence[str], work: Workload, chain: Chain, seed: int, rounds: int,
+                      seconds: float) -> list[Rounds]:
+        rule = {"kind": "parameters", "parameters": {}}
+        others = [one for key, one in chain.works().items() if key != work.hash]
+        with ThreadPoolExecutor(self.parallel) as pool:
+            built = list(pool.map(lambda one: self.build(one, rule), others))
+        around = {one.hash: library for one, library in zip(others, built, strict=True)}
+        with self._running:
+            self._runner.call(self.jobs + "prepare_chain", chain, seed, timeout=PREPARE_SECONDS)
+            found: list[Rounds] = self._runner.call(self.jobs + "time_in_chain", list(libraries), work, chain, around, seed,
+                                                    rounds, seconds, timeout=self._run_seconds + seconds)
         return found
 
     def conditions(self) -> Facts:

@@ -11,9 +11,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from relaxpack.target import TargetSpec
+from relaxpack.tuning.chain import Chain
 from relaxpack.tuning.rounds import Rounds, rotation_bytes
 from relaxpack.tuning.worker import Worker
 from relaxpack.tuning_record import Facts, Workload
@@ -35,6 +36,15 @@ class Measurer(Protocol):
     def conditions(self) -> Facts: ...
     def discard(self, library: str) -> None: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ChainMeasurer(Measurer, Protocol):
+    """`time_in_chain`: microseconds of a layer of the chain with each library in the place of the kernel for `work`, the
+    others the rule's."""
+
+    def time_in_chain(self, libraries: Sequence[str], work: Workload, chain: Chain, seed: int, rounds: int,
+                      seconds: float) -> list[Rounds]: ...
 
 
 class Builder:

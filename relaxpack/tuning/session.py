@@ -1,7 +1,8 @@
 """`TuningSession`: the tasks of a job, one after the other, each: time the untuned kernel, search, check and time, let the
 best meet the incumbent in a duel, store the winner. Built from parts that can be replaced: a measurer, a store, a log.
 
-What a trial measures decides what is tried next; what is stored is decided by the duel alone, by the rule of noise.
+What a trial measures decides what is tried next; what is stored is decided by the duel alone, by the rule of noise: for
+kernels of a GPU's decode steps in a chain of whole layers.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from relaxpack import __version__
 from relaxpack.errors import EnvironmentProblem
-from relaxpack.schedules.tuning.noise import MIN_PAIRS, Verdict, compare, compare_rounds
+from relaxpack.schedules.tuning.noise import MIN_PAIRS
 from relaxpack.schedules.tuning.search import Search
 from relaxpack.schedules.tuning.tuned import as_choice
 from relaxpack.target import TargetSpec
-from relaxpack.tuning.measure import Measurer
+from relaxpack.tuning.chain import CHAIN_GAIN, CHAIN_ROUNDS
+from relaxpack.tuning.duel import chain_facts, decide, in_step
+from relaxpack.tuning.measure import ChainMeasurer, Measurer
 from relaxpack.tuning.rounds import Rounds, machine_conditions
 from relaxpack.tuning.tasks import Task
 from relaxpack.tuning.trial_log import TrialLog
@@ -246,12 +249,19 @@ class TuningSession:
             for choice in choices:
                 libraries.append(self.measurer.build(task.work, choice))
                 checks.append(self._check(task, libraries[-1]))
-            rounds = self.measurer.time(libraries, task.work, task.bucket or 1, SEED, DUEL_ROUNDS,
-                                        self.limits.duel_seconds)
+            rounds = self._duel(task, libraries)
         finally:
             for library in libraries:
                 self.measurer.discard(library)
-        winner, verdict = decide(rounds, choices[0] == choices[1], task.least_gain)
+        facts: Facts = {}
+        if task.chain is None:
+            winner, verdict = decide(rounds, choices[0] == choices[1], task.least_gain)
+        else:
+            assert outcome.untuned_us is not None
+            winner, verdict = decide(rounds, choices[0] == choices[1], 0.0, CHAIN_GAIN)
+            calls = task.chain.calls_of(task.work)
+            facts = {"chain": chain_facts(rounds[winner], rounds[1], task.chain.function, calls)}
+            rounds = [in_step(one, rounds[1], outcome.untuned_us, calls) for one in rounds]
         kept = rounds[winner].kept()
         if min(verdict.pairs, len(kept)) < MIN_PAIRS:
             outcome.state = "busy"
@@ -262,7 +272,7 @@ class TuningSession:
         outcome.why = verdict.why if finalists else "nothing else was tried"
         outcome.state = "improved" if winner else "kept"
         if winner or known is None:
-            record = self._record(task, choices[winner], kept, untuned, checks[winner], rounds[winner], outcome)
+            record = self._record(task, choices[winner], kept, untuned, checks[winner], rounds[winner], outcome, facts)
             self.store.add(record)
             outcome.record = record.id
         else:
@@ -273,11 +283,18 @@ class TuningSession:
             outcome.state, outcome.why = "stopped", "no time left; run again to go on"
         return outcome
 
+    def _duel(self, task: Task, libraries: Sequence[str]) -> list[Rounds]:
+        if task.chain is None:
+            return self.measurer.time(libraries, task.work, task.bucket or 1, SEED, DUEL_ROUNDS, self.limits.duel_seconds)
+        assert isinstance(self.measurer, ChainMeasurer)          # only tasks for GPUs have chains
+        return self.measurer.time_in_chain(libraries, task.work, task.chain, SEED, CHAIN_ROUNDS, self.limits.duel_seconds)
+
     def _record(self, task: Task, choice: Mapping[str, Any], times_us: Sequence[float], untuned: Sequence[float],
-                checked: Check, rounds: Rounds, outcome: Outcome) -> TuningRecord:
+                checked: Check, rounds: Rounds, outcome: Outcome, facts: Facts) -> TuningRecord:
         conditions = {"repeats": len(times_us), "rotated_bytes": rounds.rotated_bytes,
                       "disturbed_rounds": len(rounds.times_us) - len(times_us), **self.measurer.conditions(),
-                      **machine_conditions(), **({"norm": "inside, as in a build"} if task.asked is not None else {})}
+                      **machine_conditions(), **facts,
+                      **({"norm": "inside, as in a build"} if task.asked is not None else {})}
         created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         origin = Origin(created, platform.node(), f"relaxpack {__version__}", outcome.trials)
         return TuningRecord(task.workload, task.bucket, self.target, self.compiler, choice,
@@ -295,30 +312,6 @@ def module_json(module: Any) -> str:
     import tvm
 
     return str(tvm.ir.save_json(module))
-
-
-def decide(rounds: Sequence[Rounds], same: bool = False, least_gain: float = 0.0) -> tuple[int, Verdict]:
-    """Which one is used: 0, the incumbent, unless one from 2 on beats it by the rule of noise. Where nothing was tried,
-    it is compared with itself.
-
-    `same`: 0 and 1 are the same kernel. By how much these two differ is what this machine mistakes for a difference just
-    now; a gain must be twice that, and at least `least_gain`."""
-    old = rounds[0]
-    twin = compare_rounds(rounds[1].times_us, rounds[1].clean, old.times_us, old.clean)
-    mistaken = abs(1 - twin.ratio) if same and twin.pairs >= MIN_PAIRS else 0.0
-    verdicts = {index: compare_rounds(rounds[index].times_us, rounds[index].clean, old.times_us, old.clean)
-                for index in range(2, len(rounds))} or {0: compare(old.kept(), old.kept())}
-    for index, verdict in verdicts.items():
-        if verdict.wins and 1 - verdict.ratio <= 2 * mistaken:
-            why = f"faster by {1 - verdict.ratio:.1%}, but the same kernel measured twice differs by {mistaken:.1%}"
-            verdicts[index] = replace(verdict, wins=False, why=why)
-        elif verdict.wins and 1 - verdict.ratio < least_gain:
-            verdicts[index] = replace(verdict, wins=False, why=f"faster by {1 - verdict.ratio:.1%}, {least_gain:.0%} needed")
-    winners = [index for index, verdict in verdicts.items() if verdict.wins]
-    if winners:
-        best = min(winners, key=lambda index: verdicts[index].ratio)
-        return best, verdicts[best]
-    return 0, min(verdicts.values(), key=lambda verdict: verdict.ratio)
 
 
 def quick_time(rounds: Rounds) -> float:

@@ -18,7 +18,7 @@ from relaxpack.compile.kernels import attention_spec, kernel_provider
 from relaxpack.compile.options import build_limits, pipeline_config
 from relaxpack.compile.target_plan import plan_targets
 from relaxpack.errors import UsageError
-from relaxpack.kernel_spec import AttentionSpec, Kernel, KernelProvider
+from relaxpack.kernel_spec import MANY_ROWS, AttentionSpec, Kernel, KernelProvider, NormSpec
 from relaxpack.passes.config import left_out
 from relaxpack.passes.pipeline import phases, run_phases
 from relaxpack.passes.step_table import step_table
@@ -31,6 +31,8 @@ from relaxpack.step_costs import KernelCost, Machine, machine_for, step_costs
 from relaxpack.target import TargetSpec
 from relaxpack.tuning.candidates import families_for, family_for
 from relaxpack.tuning.cases import CONTEXTS
+from relaxpack.tuning.chain import Chain
+from relaxpack.tuning.layer_chain import layer_chain
 from relaxpack.tuning.rest import static_workload
 from relaxpack.tuning.specs import as_asked
 from relaxpack.tuning_record import Workload
@@ -68,6 +70,7 @@ class Task:
     calls: dict[str, int] = field(default_factory=dict)    # step → calls in it
     asked: Workload | None = None  # what is measured, where the build has more in this kernel than the record says
     least_gain: float = 0.0        # what counts as one, besides the rule of noise
+    chain: Chain | None = None     # whole layers of its step, by which a GPU's kernel is judged
 
     @property
     def name(self) -> str:
@@ -129,6 +132,13 @@ def extract_tasks(model: str | Path, target: TargetSpec, options: BuildOptions =
                  if _NUMBER in (func.attrs or {})}
     tasks = _tasks(step_table(module), steps, functions, questions, families, machine,
                    any("vnni" in feature for feature in target.features))
+    if target.kind == "cuda":
+        known = asked(provider)
+        for rows in sorted({step.rows for step in steps if step.function == "decode"}):
+            if (chain := layer_chain(module, rows, known, families)) is not None:
+                for task in tasks:
+                    if task.work.hash in chain.works() and task.bucket == rows:
+                        task.chain = chain
     if only is not None:
         pattern = only if "*" in only else f"*{only}*"
         chosen = [task for task in tasks if fnmatch.fnmatchcase(task.kernel, pattern)]
@@ -169,8 +179,10 @@ def _remembering(rule: Callable[[Any], Any | None], found: list[Workload]) -> Ca
     return noting
 
 
-def _of_rows(spec: Any, rows: int) -> bool:
-    return getattr(spec, "max_rows", None) in (None, rows)
+def _of_step(spec: Any, step: Step) -> bool:
+    if isinstance(spec, NormSpec):
+        return spec.many_rows == (step.function == "prefill" and step.rows >= MANY_ROWS)
+    return getattr(spec, "max_rows", None) in (None, step.rows)
 
 
 def _tasks(table: Mapping[str, Sequence[Mapping[str, Any]]], steps: Sequence[Step], functions: Mapping[str, Workload],
@@ -195,7 +207,7 @@ def _tasks(table: Mapping[str, Sequence[Mapping[str, Any]]], steps: Sequence[Ste
                 task.calls[step.name] = task.calls.get(step.name, 0) + 1
             if cost.kernel not in questions:
                 continue
-            operation, spec, first = next((one for one in questions[cost.kernel] if _of_rows(one[1], step.rows)),
+            operation, spec, first = next((one for one in questions[cost.kernel] if _of_step(one[1], step)),
                                           questions[cost.kernel][0])
             rows = call["rows"] if isinstance(call["rows"], int) and first else 1 if call["rows"] == "r" else step.rows
             rows = getattr(spec, "max_rows", None) or rows

@@ -18,6 +18,7 @@ from relaxpack.schedules.kernels.cuda import attention_prefill_hopper_tuning as 
 from relaxpack.schedules.kernels.cuda import rope_append_attention_tuning as fused_tuning
 from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
 from relaxpack.schedules.kernels.cuda.fragments import early_launch
+from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
 from relaxpack.target import TargetSpec
 
@@ -31,20 +32,20 @@ _EPSILON = 1e-5                                 # a constant in the code
 
 def families(target: TargetSpec) -> dict[str, KernelFamily]:
     made = (linear_family(target.arch), _norm(target.arch), _decode_attention(target.arch),
-            _prefill_attention(target.arch), _fused_attention(target.arch))
+            _prefill_attention(target.arch), _fused_attention(target.arch), _rope_append(target.arch))
     return {family.name: family for family in made}
 
 
 # ---- norm ----
 
 def _norm(arch: str) -> KernelFamily:
-    """One kernel serves every number of rows. Dependent launch needs Hopper."""
+    """One kernel serves every number of rows, another one many of them. Dependent launch needs Hopper."""
     def parts(spec: NormSpec) -> Sequence[Part]:
         default, most = norm.default_tuning(spec, arch), -(-spec.hidden_size // 8 // 32) * 32
         launches = (False, True) if early_launch(arch) else (False,)
         threads = tuple(sorted({32, 64, 128, 256, 512, 1024, default.threads}))
         count = decode_tuning.LIMITS[arch][2]
-        blocks = (0, 2 * count, 4 * count, 8 * count)
+        blocks = (0, *(per_sm * count for per_sm in (1, 2, 4, 8, 16)))
 
         def fits(given: Parameters) -> bool:
             return given["threads"] <= most <= 8 * given["threads"] and given["blocks"] * given["threads"] <= 2048 * count
@@ -151,3 +152,13 @@ def _fused_attention(arch: str) -> KernelFamily:
 
     return KernelFamily("cuda.rope_append_attention", lambda spec: replace(spec, attention=_canonical(spec.attention)),
                         parts, make)
+
+
+def _rope_append(arch: str) -> KernelFamily:
+    """Where it is a kernel of its own: nothing of it may vary, but it stands between others in a step."""
+    def make(spec: AttentionSpec, given: Mapping[str, Any]) -> Kernel:
+        if given:
+            raise TuningError(f"rope_append has no parameter {', '.join(sorted(given))}")
+        return rope_append(spec, arch)
+
+    return KernelFamily("cuda.rope_append", _canonical, lambda spec: (), make)

@@ -35,15 +35,16 @@ class Verdict:
     why: str
 
 
-def compare(candidate: Sequence[float], incumbent: Sequence[float]) -> Verdict:
-    """Times of the same rounds, in order."""
+def compare(candidate: Sequence[float], incumbent: Sequence[float], min_gain: float = MIN_GAIN) -> Verdict:
+    """Times of the same rounds, in order. `min_gain`: where they are those of a chain of which a kernel is a part, less than
+    MIN_GAIN."""
     ratios = [a / b for a, b in zip(candidate, incumbent, strict=True)]
     if len(ratios) < MIN_PAIRS:
         return Verdict(False, 1.0, 0.0, len(ratios), f"{len(ratios)} undisturbed rounds, {MIN_PAIRS} needed")
     low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
     spread = (high - low) / 2
-    if ratio >= 1 - MIN_GAIN:
-        return Verdict(False, ratio, spread, len(ratios), f"not {MIN_GAIN:.0%} faster")
+    if ratio >= 1 - min_gain:
+        return Verdict(False, ratio, spread, len(ratios), f"not {100 * min_gain:g}% faster")
     if ratio >= 1 - spread:
         return Verdict(False, ratio, spread, len(ratios), f"faster by {1 - ratio:.1%}, within the noise of {spread:.1%}")
     faster = sum(one < 1 for one in ratios)
@@ -58,11 +59,11 @@ def chance(faster: int, rounds: int) -> float:
 
 
 def compare_rounds(candidate: Sequence[float], candidate_clean: Sequence[bool], incumbent: Sequence[float],
-                   incumbent_clean: Sequence[bool]) -> Verdict:
+                   incumbent_clean: Sequence[bool], min_gain: float = MIN_GAIN) -> Verdict:
     """All times of the same rounds, in order, and in which of them each side was left alone."""
     both = [a and b for a, b in zip(candidate_clean, incumbent_clean, strict=True)]
     verdict = compare([t for t, ok in zip(candidate, both, strict=True) if ok],
-                      [t for t, ok in zip(incumbent, both, strict=True) if ok])
+                      [t for t, ok in zip(incumbent, both, strict=True) if ok], min_gain)
     if verdict.pairs >= MIN_PAIRS or len(candidate) < MIN_PAIRS:
         return verdict
     if statistics.quantiles(candidate, n=4, method="inclusive")[2] < BEYOND_DOUBT * min(incumbent):

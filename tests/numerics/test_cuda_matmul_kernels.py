@@ -4,6 +4,7 @@ shapes are small and awkward. The wgmma kernels need a GPU: tests/gpu/test_matmu
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,8 @@ from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
 from relaxpack.schedules.kernels.cuda.gemm_tiles import gemm_tiles
 from relaxpack.schedules.kernels.cuda.norm import norm
 from relaxpack.schedules.kernels.cuda.packing import pack, row_order, weight_layout
+from relaxpack.schedules.kernels.cuda.provider import CudaKernels
+from relaxpack.target import TargetSpec
 from relaxpack.weight_format import FORMATS
 from tests.helpers import matmul_case as case
 
@@ -165,6 +168,31 @@ def test_norm(rng, hidden, dtype, residual, threads):
     wide = summed.astype(np.float64)
     reference = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight
     assert case.relative_error(y, reference) < case.TOLERANCE[dtype]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hidden", "residual", "blocks"), [(4096, True, 264), (4096, False, 528), (2048, True, 1056)])
+def test_norms_of_many_rows(rng, hidden, residual, blocks):
+    """The rule's kernels: each block takes several rows, not all as many. Few rows keep theirs."""
+    spec, provider = NormSpec(hidden, 1e-5, "bfloat16", residual, many_rows=True), CudaKernels(TargetSpec("cuda", "sm_90a"))
+    (stage,) = provider.norm(spec).stages
+    (few,) = provider.norm(replace(spec, many_rows=False)).stages
+    assert stage.name.endswith(f"_bl{blocks}") and "_bl" not in few.name
+    assert provider.norm(replace(spec, hidden_size=2560)).stages[0].name == provider.norm(
+        NormSpec(2560, 1e-5, "bfloat16", residual)).stages[0].name                      # not measured
+    rows = blocks + 3
+    x, before = (case.random_array(rng, (rows, hidden), "bfloat16", 2.0) for _ in range(2))
+    weight = rng.standard_normal(hidden).astype(np.float32)
+    total, y = case.poisoned((rows, hidden), "bfloat16"), case.poisoned((rows, hidden), "bfloat16")
+    buffers = {"before": before, "total": total} if residual else {}
+    threads = 512 if hidden == 4096 and residual else 256
+    case.emulate(stage.func, (blocks,), threads, x=x, weight=weight, y=y, t=rows, **buffers)
+    summed = (x.astype(np.float32) + before.astype(np.float32)).astype(case.NUMPY["bfloat16"]) if residual else x
+    if residual:
+        assert np.array_equal(total, summed)
+    wide = summed.astype(np.float64)
+    reference = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight
+    assert case.relative_error(y, reference) < case.TOLERANCE["bfloat16"]
 
 
 def test_swiglu_rows_are_interleaved_by_eight():

@@ -99,6 +99,7 @@ class CpuKernels:
 
     def norm(self, spec: NormSpec) -> Kernel:
         _only_float32("norm", spec.activation_dtype)
+        spec = replace(spec, many_rows=False)       # one kernel for any number
         name = f"{'add_' if spec.residual else ''}rms_norm_{spec.hidden_size}_eps" + _number(spec.epsilon)
         inputs = ("x", "residual", "weight") if spec.residual else ("x", "weight")
         overwrites = (("residual", "total"), ("x", "y")) if spec.residual else (("x", "y"),)

@@ -34,6 +34,8 @@ OPTIONS = ("--target", "cuda:sm_90a", "--max-batch", "2", "--prefill-chunk", "16
 def _kernel_of(name: str) -> Any:
     if "_wa2_un1" in name:          # every candidate of two warps with one chunk each in flight
         return gpu_stand_in.wrong
+    if "attention" in name:
+        return gpu_stand_in.fused_attention
     return gpu_stand_in.norm if "rms_norm" in name else gpu_stand_in.linear
 
 
@@ -54,7 +56,7 @@ def test_a_model_is_tuned_where_the_gpu_is(tmp_path: Path, monkeypatch: pytest.M
     facts = {name: fact for name, fact in H200.items() if name not in ("kind", "arch")}
     monkeypatch.setattr(fingerprint, "_gpu_facts", lambda arch, index: facts)
     gpu_stand_in.use(monkeypatch, StandInGpu(_kernel_of, _time_of))
-    write_checkpoint(tmp_path / "model", dtype="bfloat16", num_hidden_layers=1, hidden_size=256, intermediate_size=512,
+    write_checkpoint(tmp_path / "model", dtype="bfloat16", num_hidden_layers=3, hidden_size=256, intermediate_size=512,
                      head_dim=64)
     database = tmp_path / "h200.sqlite"
     first = _tune(tmp_path / "model", database, "--only", "*norm*", "--trials", "30")
@@ -76,6 +78,10 @@ def test_a_model_is_tuned_where_the_gpu_is(tmp_path: Path, monkeypatch: pytest.M
             assert kernel.source == f"tuned:{one.id[:16]}" and one.median_us <= (one.baseline_us or 0)
             assert "_wa2_un1" not in kernel.stages[0].name
     assert {one.id for one in records} == {task["record"] for task in first}
+    in_layers = [one for one in records if "chain" in one.conditions]
+    begins = "whole layers of decode_2, 1 of these in each: "
+    assert len(in_layers) == 3 and all(str(one.conditions["chain"]).startswith(begins) for one in in_layers)
+    assert all(one.median_us == pytest.approx(50, rel=0.1) for one in in_layers if one.choice["parameters"])
     folded = [one for one in records if "norm" in one.conditions]
     assert folded and all(one.conditions["sm_mhz"] == 1980 and one.conditions["rotated_bytes"] > 0 for one in records)
 

@@ -12,6 +12,7 @@ import tvm
 import tvm_ffi
 from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, Kernel, LinearSpec, NormSpec, Stage
+from relaxpack.passes.linear_call import has_many_rows
 from relaxpack.passes.lower_kernels import KERNELS, LowerKernels
 from relaxpack.passes.rewrite import placeholder
 from relaxpack.weight_format import FORMATS
@@ -236,6 +237,73 @@ def test_a_kernel_of_two_stages_with_a_temporary():
     provider = Asked(norm=two)
     check_pass(Before, LowerKernels(provider, ATTENTION), Expected)
     assert provider.questions == [NormSpec(8, 0.5, "float32", residual=False)]
+
+
+@I.ir_module(s_tir=True)
+class Norms:
+    @T.prim_func(private=True, s_tir=True)
+    def few(x: T.handle, w: T.handle, y: T.handle):
+        n = T.int64()
+        X, W = T.match_buffer(x, (n, T.int64(8)), "float32"), T.match_buffer(w, (T.int64(8),), "float32")
+        Y = T.match_buffer(y, (n, T.int64(8)), "float32")
+        for i, j in T.grid(n, T.int64(8)):
+            with T.sblock("y"):
+                vi, vj = T.axis.remap("SS", [i, j])
+                Y[vi, vj] = X[vi, vj] * W[vj]
+
+    @T.prim_func(private=True, s_tir=True)
+    def many(x: T.handle, w: T.handle, y: T.handle):
+        n = T.int64()
+        X, W = T.match_buffer(x, (n, T.int64(8)), "float32"), T.match_buffer(w, (T.int64(8),), "float32")
+        Y = T.match_buffer(y, (n, T.int64(8)), "float32")
+        for i, j in T.grid(n, T.int64(8)):
+            with T.sblock("y"):
+                vi, vj = T.axis.remap("SS", [i, j])
+                Y[vi, vj] = W[vj] * X[vi, vj]
+
+    @R.function
+    def prefill(x: R.Tensor(("t", 8), "float32"), picked: R.Tensor(("r", 8), "float32"), w: R.Tensor((8,), "float32")):
+        t, r = T.int64(), T.int64()
+        R.func_attr({"num_input": 2})
+        cls = Norms
+        with R.dataflow():
+            first = R.call_tir(cls.many, (x, w), out_ty=R.Tensor((t, 8), "float32"))
+            a = first
+            second = R.call_tir(cls.few, (picked, w), out_ty=R.Tensor((r, 8), "float32"))
+            b = second
+            y = (a, b)
+            R.output(y)
+        return y
+
+
+class ByRows(PlainKernels):
+    def norm(self, spec: NormSpec) -> Kernel:
+        return kernel(Norms, "many" if spec.many_rows else "few", ("x", "weight"), ("y",))
+
+
+def test_a_prefill_has_norms_of_many_rows():
+    @I.ir_module
+    class Before:
+        @R.function
+        def prefill(x: R.Tensor(("t", 8), "float32"), picked: R.Tensor(("r", 8), "float32"), w: R.Tensor((8,), "float32")):
+            t, r = T.int64(), T.int64()
+            R.func_attr({"num_input": 2})
+            with R.dataflow():
+                a = R.call_dps_packed("relaxpack.rms_norm", (x, w, T.float64(0.5)), out_ty=R.Tensor((t, 8), "float32"))
+                b = R.call_dps_packed("relaxpack.rms_norm", (picked, w, T.float64(0.5)), out_ty=R.Tensor((r, 8), "float32"))
+                y = (a, b)
+                R.output(y)
+            return y
+
+    check_pass(Before, LowerKernels(ByRows(), ATTENTION), Norms)
+
+
+@pytest.mark.parametrize(("function", "rows", "many"), [
+    ("prefill_512", 512, True), ("prefill_384", 384, False), ("embed", "t", True), ("decode", "t", False),
+    ("decode_512", 512, False)])
+def test_how_many_rows_are_many(function: str, rows: Any, many: bool) -> None:
+    size = tvm.tirx.Var(rows, "int64") if isinstance(rows, str) else rows
+    assert has_many_rows(function, relax.Var("x", relax.TensorType((size, 8), "float32"))) == many
 
 
 def test_pages_travel_from_layer_to_layer():

@@ -15,8 +15,9 @@ from relaxpack.schedules.tuning import metaschedule
 from relaxpack.schedules.tuning.family import Part
 from relaxpack.schedules.tuning.space import ListedSpace, SearchSpace
 from relaxpack.target import TargetSpec
+from relaxpack.tuning.duel import decide
 from relaxpack.tuning.rounds import Rounds
-from relaxpack.tuning.session import Limits, Outcome, TuningSession, decide, shares
+from relaxpack.tuning.session import Limits, Outcome, TuningSession, shares
 from relaxpack.tuning.tasks import Task
 from relaxpack.tuning.trial_log import TrialLog
 from relaxpack.tuning.worker import CandidateFailed
