@@ -13,11 +13,10 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models import MODELS
+from models import MODELS, OneFormat
 
 from relaxpack.compile.kernels import kernel_provider, named_machines, records_for
 from relaxpack.compile.lowering import Lowered, lower_model
@@ -27,24 +26,6 @@ from relaxpack.model_info import ModelInfo
 from relaxpack.recipe import to_json
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.target import parse_target
-from relaxpack.weight_format import FORMATS, WeightFormat
-
-
-class _OneFormat(Mapping[str, WeightFormat]):
-    """Every matrix in one format, embedding table and head in theirs."""
-
-    def __init__(self, weight: str) -> None:
-        self._weight = FORMATS[weight]
-        self._table = FORMATS["q8_0"] if self._weight.quantized else self._weight
-
-    def __getitem__(self, name: str) -> WeightFormat:
-        return self._table if name in ("model.embed_tokens.weight", "lm_head.weight") else self._weight
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 def _explain(lowered: Lowered) -> dict[str, Any]:
@@ -77,7 +58,7 @@ def main() -> None:
     machines = named_machines(args.gpu, [target], args.db)
     with records_for(args.db, target, machines.get(target.name)) as records:
         provider = kernel_provider(target, records, limits, args.activations)
-        lowered = lower_model(config, limits, target, provider, _OneFormat(args.weights), "bfloat16", "bfloat16",
+        lowered = lower_model(config, limits, target, provider, OneFormat(args.weights), "bfloat16", "bfloat16",
                               pipeline_config(target, limits), records=records,
                               progress=lambda phase: print(f"{time.perf_counter() - start:7.1f} s {phase}", flush=True))
     marks = ("-a8" if args.activations == "fp8" else "") + ("-tuned" if args.db else "")

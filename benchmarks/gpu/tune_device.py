@@ -14,13 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.gpu.tune_cases import CASES, Buffers, Case
+from benchmarks.gpu.tune_chains import Chains, fatal
+from benchmarks.gpu.tune_decisions import decided, geometric_mean
 
 INDEX = "tune.json"
 SCREEN_ROUNDS, DUEL_ROUNDS, FINALISTS = 3, 15, 4
@@ -86,7 +88,7 @@ def work(folder: Path, out: Path, limit: float, broken: Sequence[Sequence[Any]] 
     if "ceilings" not in result:
         result["ceilings"] = bench.ceilings()
     bench.known_ceilings = result["ceilings"]
-    session = Session(bench, index["libraries"], out.with_suffix(".progress"), broken, folder)
+    session = Session(bench, index["libraries"], out.with_suffix(".progress"), broken, folder, index)
     left_out = []
     for task in index["tasks"]:
         if task["name"] in done or (only and not any(part in task["name"] for part in only)):
@@ -101,6 +103,7 @@ def work(folder: Path, out: Path, limit: float, broken: Sequence[Sequence[Any]] 
         write(out, result)
         print(summary(result["tasks"][-1]), flush=True)
     result["left_out"] = left_out
+    result["together"] = session.together(index["tasks"], result["tasks"], end)
     write(out, result)
 
 
@@ -118,6 +121,13 @@ def make_bench() -> Any:
     return bench
 
 
+def open_gpu() -> Any:
+    """For chains: without torch."""
+    from relaxpack.tuning.cuda_device import Gpu
+
+    return Gpu()
+
+
 def cublaslt(bench: Any) -> str:
     """The library's version. Without it, its candidates fail one by one, each with the reason."""
     try:
@@ -130,12 +140,16 @@ def cublaslt(bench: Any) -> str:
 
 
 class Session:
-    """`broken`: [task, candidate] that ended a process before this one. `packed`: where the compressed libraries are."""
+    """`broken`: [task, candidate] that ended a process before this one. `packed`: where the compressed libraries are.
+    `index`: has the chains of layers, where tasks are judged in some."""
 
     def __init__(self, bench: Any, libraries: dict[str, str], progress: Path | None = None,
-                 broken: Sequence[Sequence[Any]] = (), packed: Path | None = None) -> None:
+                 broken: Sequence[Sequence[Any]] = (), packed: Path | None = None,
+                 index: Mapping[str, Any] | None = None) -> None:
         self.bench, self.libraries, self.progress, self.packed = bench, libraries, progress, packed
-        self.broken = {(str(task), int(candidate)) for task, candidate in broken}
+        self.broken = frozenset((str(task), int(candidate)) for task, candidate in broken)
+        index = index or {"chains": {}, "kernels": {}}
+        self.chains = Chains(index["chains"], index["kernels"], open_gpu, self._function, self._note, self.broken)
 
     def measure(self, task: dict[str, Any]) -> dict[str, Any]:
         """Errors of all candidates, times of the best and of the rule, twice, beside torch."""
@@ -165,7 +179,7 @@ class Session:
         return {"name": task["name"], "bucket": task["bucket"], "workload": task["workload"], "cases": [
             {key: value for key, value in case.given.items() if key != "spec"} | {
                 "read_bytes": case.read_bytes, "flops": case.flops, "rotated_bytes": case.rotated_bytes} for case in cases],
-                "candidates": entries, **timed}
+                "candidates": entries, **{key: task[key] for key in ("chain", "work") if key in task}, **timed}
 
     def _timed(self, task: dict[str, Any], cases: Sequence[Case], right: list[dict[str, Any]]) -> dict[str, Any]:
         """Screening, then the duel. Kernels are captured alone, and where a neighbour is known, beside it."""
@@ -201,6 +215,8 @@ class Session:
             entry["alone_us"] = [alone for alone, _ in found[entry["number"]]]
             if "beside" in task:
                 entry["beside_us"] = [beside for _, beside in found[entry["number"]]]
+        if "chain" in task and kept and not kept[0]["number"]:
+            peers |= self.chains.judge(task, kept)
         for name in ("twin", "torch"):
             if name in found:
                 peers[f"{name}_us"] = [alone for alone, _ in found[name]]
@@ -222,11 +238,27 @@ class Session:
                                 times.append(round(took, 3))
         return found
 
+    def together(self, tasks: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]], end: float) -> dict[str, Any]:
+        """By chain: the winners of its tasks, and layers with all of them against those of the rules."""
+        described, found = {task["name"]: task for task in tasks}, dict[str, Any]()
+        for chain in dict.fromkeys(task["chain"] for task in measured if "chain" in task):
+            better = [one for task in measured if task.get("chain") == chain
+                      and not isinstance(one := decided(task), str) and one.improved]
+            if better and time.monotonic() < end:
+                numbers = {one.task["name"]: one.winner["number"] for one in better}
+                winners = {described[name]["work"]: described[name]["candidates"][at] for name, at in numbers.items()}
+                found[chain] = {"winners": numbers, **self.chains.together(chain, winners)}
+                print(f"{chain}: {len(better)} winners together", flush=True)
+        return found
+
     # launching
 
     def _at(self, task: dict[str, Any], number: int) -> None:
+        self._note(task["name"], number)
+
+    def _note(self, name: str, number: int) -> None:
         if self.progress is not None:
-            self.progress.write_text(json.dumps([task["name"], number]))
+            self.progress.write_text(json.dumps([name, number]))
 
     def _stages(self, described: dict[str, Any]) -> list[tuple[Any, list[str]]]:
         return [(self._function(stage["function"]), stage["arguments"]) for stage in described["stages"]]
@@ -288,19 +320,6 @@ class Session:
         times = 1 if least > LONG_US else -(-CALLS // len(calls))
         replay: Callable[[], float] = self.bench.captured(list(calls) * times)
         return replay
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    product = 1.0
-    for value in values:
-        product *= value ** (1 / len(values))
-    return product
-
-
-def fatal(error: BaseException) -> bool:
-    """Nothing runs in this process any more."""
-    text = str(error).lower()
-    return any(word in text for word in ("illegal", "unspecified launch", "misaligned", "cudaerrorassert", "sticky"))
 
 
 def summary(task: dict[str, Any]) -> str:

@@ -5,94 +5,58 @@ roofline. Runs anywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu.tune_device import geometric_mean
+from benchmarks.gpu.tune_decisions import Decision, decided, deciding, geometric_mean, means, together_wins
 from relaxpack import __version__
-from relaxpack.schedules.tuning.noise import Verdict
-from relaxpack.tuning.duel import decide
-from relaxpack.tuning.rounds import Rounds
+from relaxpack.tuning.duel import chain_facts
 from relaxpack.tuning_record import Check, Origin, TuningRecord, Workload
 
 SEED = 1
-# What a kernel with a norm inside must gain. Its rule was chosen in chains of whole layers (benchmarks/gpu/norm_fusion.py),
-# of which a kernel behind itself is only an image.
-FOLDED_GAIN = 0.03
-SLOWER = 1.02          # a case on which a candidate is slower than the rule by more than this disqualifies it
+DECODE_ROWS = 128      # decode steps have no more, as far as kernels are tuned for them
 METHOD = "CUDA graph replays in turn, inputs rotated beyond the L2 cache"
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Of one task. `rounds` are those that decide: beside the neighbour where there is one."""
-
-    task: dict[str, Any]
-    rule: dict[str, Any]
-    winner: dict[str, Any]
-    verdict: Verdict
-
-    @property
-    def improved(self) -> bool:
-        return bool(self.winner["number"])
-
-
-def deciding(task: dict[str, Any], entry: dict[str, Any]) -> list[list[float]]:
-    """Times by case and round: beside the neighbour where the task has one, else alone."""
-    times: list[list[float]] = entry["beside_us"] if entry.get("beside_us") else entry["alone_us"]
-    return times
-
-
-def means(times: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The geometric mean over the cases, round by round."""
-    return tuple(round(geometric_mean(one), 4) for one in zip(*times, strict=True))
-
-
-def decided(task: dict[str, Any]) -> Decision | str:
-    """The rule stands unless a candidate beats it, and is not slower on any case. Or why nothing can be said."""
-    timed = [entry for entry in task["candidates"] if entry.get("alone_us")]
-    if not timed or timed[0]["number"]:
-        failure = task["candidates"][0].get("failure", f"error {task['candidates'][0].get('error')}")
-        return f"the rule's kernel failed ({failure}): nothing to compare with"
-    rule = timed[0]
-    twin = task.get("twin_beside_us" if rule.get("beside_us") else "twin_us") or deciding(task, rule)
-    limit = [SLOWER * median(times) for times in deciding(task, rule)]
-    if any(case.get("prepares_norm") or case.get("norm_epsilon") is not None for case in task["cases"]):
-        limit = [(1 - FOLDED_GAIN) * median(times) for times in deciding(task, rule)]
-    others = [entry for entry in timed[1:] if all(
-        median(times) <= most for times, most in zip(deciding(task, entry), limit, strict=True))]
-    rotated = min(case["rotated_bytes"] for case in task["cases"])
-    rounds = [_rounds(means(times), rotated) for times in (
-        deciding(task, rule), twin, *(deciding(task, entry) for entry in others))]
-    winner, verdict = decide(rounds, same=True)
-    return Decision(task, rule, [rule, rule, *others][winner], verdict)
-
-
-def _rounds(times: tuple[float, ...], rotated: int) -> Rounds:
-    return Rounds(times, (True,) * len(times), rotated)
+def left_out(result: dict[str, Any], decision: Decision) -> str:
+    """Why the winner of a task is not kept, or "". Kernels of decode steps must make a layer faster, and all winners of a
+    layer together too."""
+    task = decision.task
+    if not decision.improved or (task["bucket"] > DECODE_ROWS and "chain" not in task):
+        return ""
+    if "chain" not in task:
+        return f"{decision.verdict.why} by itself: whole decode steps with such records were slower"
+    together = result.get("together", {}).get(task["chain"], {})
+    if together.get("winners", {}).get(task["name"]) != decision.winner["number"]:
+        return f"{decision.verdict.why} of a layer, but not timed together with the layer's other winners"
+    verdict = together_wins(together)
+    return "" if verdict.wins else f"{decision.verdict.why} of a layer, but all winners together: {verdict.why}"
 
 
 def record(result: dict[str, Any], decision: Decision, winners: bool = True) -> TuningRecord:
-    """Without `winners` the rule stays, and the record says what it won against alone."""
-    task, winner = decision.task, decision.winner if winners else decision.rule
+    """Where the winner is left out, or without `winners`, the rule stays, and the record says what it lost against."""
+    task, why = decision.task, left_out(result, decision)
+    if decision.improved and not winners:
+        why = why or f"{decision.verdict.why}, but no winners were wanted"
+    winner = decision.rule if why else decision.winner
     choice = dict(winner["choice"]) if winner["number"] else {}
     library = choice.pop("library", None)
     kept = ({"kind": "library", "library": library, "parameters": choice} if library
             else {"kind": "parameters", "parameters": choice})
-    times = means(deciding(task, winner))
+    times = means(deciding(task, winner)) if why else decision.times_us
     conditions = {"repeats": len(times), "rotated_bytes": min(case["rotated_bytes"] for case in task["cases"]),
                   "method": METHOD, "torch": str(result["torch"])}
-    if decision.improved and not winners:
-        conditions["left_out"] = f"{decision.verdict.why} by itself: whole decode steps with such records were slower"
+    if why:
+        conditions["left_out"] = why
+    if not why and (layer := decision.in_layer) is not None:
+        conditions["chain"] = chain_facts(*layer, task["chain"], task["calls"])
     if winner.get("beside_us"):
         conditions["beside"] = "RMSNorm, launched dependently: its time is part of the time"
     if len(task["cases"]) > 1:
         conditions["cases"] = "geometric mean of " + ", ".join(map(case_text, task["cases"]))
     origin = Origin(result["created"], result["host"], f"relaxpack {__version__}", len(task["candidates"]))
     return TuningRecord(Workload(**task["workload"]), task["bucket"], result["target"], result["compiler"], kept, times,
-                        conditions, Check(SEED, round(winner["error"], 6), 1.0), origin,
-                        round(median(means(deciding(task, decision.rule))), 4))
+                        conditions, Check(SEED, round(winner["error"], 6), 1.0), origin, round(decision.rule_us, 4))
 
 
 def case_text(case: dict[str, Any]) -> str:
@@ -136,16 +100,21 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
         decision = decided(task)
         if isinstance(decision, str):
             continue
+        why = left_out(result, decision)
         for index, case in enumerate(task["cases"]):
             roofline = max(case["read_bytes"] / (result["ceilings"]["read_tb_s"] * 1e6),
                            case["flops"] / (result["ceilings"]["gemm_tflop_s"] * 1e6))
-            row = {"task": task["name"], "case": case_text(case), "roofline_us": roofline, "improved": decision.improved,
-                   "choice": decision.winner["choice"], "why": decision.verdict.why}
-            for name, entry in (("rule", decision.rule), ("tuned", decision.winner)):
+            winner = decision.rule if why else decision.winner
+            row = {"task": task["name"], "case": case_text(case), "roofline_us": roofline,
+                   "improved": bool(winner["number"]), "choice": winner["choice"], "why": why or decision.verdict.why}
+            for name, entry in (("rule", decision.rule), ("tuned", winner)):
                 row[f"{name}_us"] = median(entry["alone_us"][index])
                 row[f"{name}_decides_us"] = median(deciding(task, entry)[index])
             row["torch_us"] = median(task["torch_us"][index]) if "torch_us" in task else None
             row["gain"] = row["rule_decides_us"] / row["tuned_decides_us"]
+            if (layer := decision.in_layer) is not None:
+                row["layer_us"] = layer
+                row["gain"] = decision.rule_us / median(decision.times_us) if row["improved"] else 1.0
             row["share"] = roofline / row["rule_us"]
             found.append(row)
     return found
@@ -158,8 +127,9 @@ def condensed(result: dict[str, Any]) -> dict[str, Any]:
         states = ["failed" if "failure" in one else "wrong" if one.get("error", 1.0) >= 1 else "timed"
                   for one in task["candidates"]]
         decision = decided(task)
+        why = decision if isinstance(decision, str) else left_out(result, decision) or decision.verdict.why
         tasks[task["name"]] = {state: states.count(state) for state in ("timed", "failed", "wrong")} | {
-            "seconds": task["seconds"], "decision": decision if isinstance(decision, str) else decision.verdict.why}
+            "seconds": task["seconds"], "decision": why}
     kept = [{key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
             for row in rows(result)]
     gain, count = weak_gain(rows(result))
@@ -170,6 +140,8 @@ def condensed(result: dict[str, Any]) -> dict[str, Any]:
             "below_80_percent": {"cases": count, "geometric_mean_gain": round(gain, 3)},
             "declared": {"cases": whole[1], "geometric_mean_gain": round(whole[0], 3),
                          "below_80_percent": {"cases": weak[1], "geometric_mean_gain": round(weak[0], 3)}},
+            "together": {name: {"winners": one["winners"], "decision": (verdict := together_wins(one)).why,
+                                "ratio": round(verdict.ratio, 4)} for name, one in result.get("together", {}).items()},
             "tasks": tasks, "rows": kept}
 
 

@@ -16,14 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.matmul_variants import LINEARS
+from relaxpack.errors import CompileError
 from relaxpack.kernel_spec import AttentionSpec, FusedAttentionSpec, Kernel, LinearSpec, NormSpec
 from relaxpack.schedules.kernels.cuda.linear import NORM_FAMILIES
 from relaxpack.schedules.tuning.cuda_linear_spaces import default_choice
+from relaxpack.schedules.tuning.family import KernelFamily
 from relaxpack.target import parse_target
 from relaxpack.tuning.candidates import families_for
+from relaxpack.tuning.chain import Chain
 from relaxpack.tuning.cuda_stages import described
+from relaxpack.tuning.specs import as_asked, family_and_spec
 from relaxpack.tuning.worker import Worker
-from relaxpack.tuning_record import canonical
+from relaxpack.tuning_record import Workload, canonical
 from relaxpack.weight_format import FORMATS
 
 TARGET = "cuda:sm_90a"
@@ -38,6 +42,7 @@ MORE_LINEARS = {"3b.qkv": (5120, 3072, False), "3b.o": (3072, 3072, False), "3b.
                 "phi.down": (5120, 17920, False)}     # Llama-3.2-3B, Qwen3-8B and Phi-4: shapes no rule was fitted to
 HEADS = {"1b": (32, 8, 64), "8b": (32, 8, 128), "7b": (28, 4, 128)}
 NORM_ROWS = {False: (1, 8, 64), True: (512, 4096)}      # few and many: a kernel each
+NORM_BUCKET = 64
 ATTENTION_CASES = {1: ((1, 512), (1, 2048), (1, 8192)), 8: ((1, 512), (1, 2048), (8, 512), (8, 2048)),
                    64: ((1, 512), (8, 2048), (64, 512), (64, 2048))}      # bucket → (sequences, tokens behind each)
 FUSED_ROWS = (1, 8, 64)
@@ -57,6 +62,11 @@ class Job:
     beside: NormSpec | None = None      # the neighbour in a step; it reads y, or writes x where `before`
     before: bool = False
     only: Callable[[dict[str, Any]], bool] = field(default=lambda choice: True)
+    layers: tuple[str, str] | None = None   # model and weight format of the decode step in whose layers it is judged
+
+    @property
+    def chain(self) -> str:
+        return "decode_{} of {} in {}".format(self.bucket, *self.layers) if self.layers is not None else ""
 
 
 PARTS = ("qkv", "o", "gate_up", "down")
@@ -111,8 +121,9 @@ def linear_job(linear: str, rows: int, weight: str = "bf16") -> Job:
     neighbour = NormSpec(hidden, 1e-5, "bfloat16", False) if rows <= BESIDE_ROWS and not folds else None
     name = f"{linear}@{rows}" if weight == "bf16" else f"{linear}.{weight}@{rows}"
     keeps = NORM_FAMILIES if folds else ""
+    layers = (linear.partition(".")[0], weight) if rows <= BESIDE_ROWS and not linear.endswith(".head") else None
     return Job(name, "cuda.linear", spec, rows, [case], neighbour, before,
-               only=lambda choice: _likely(choice, spec) and choice.get("family", "").startswith(keeps))
+               only=lambda choice: _likely(choice, spec) and choice.get("family", "").startswith(keeps), layers=layers)
 
 
 def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
@@ -163,7 +174,11 @@ def norm_job(model: str, residual: bool, many: bool = False) -> Job:
     spec = NormSpec(HIDDEN[model], 1e-5, "bfloat16", residual, many)
     cases = [{"kind": "norm", "rows": rows, "h": spec.hidden_size, "residual": residual} for rows in NORM_ROWS[many]]
     name = f"{model}.{'add_norm' if residual else 'norm'}{'_many' if many else ''}"
-    return Job(name, "cuda.norm", spec, NORM_ROWS[many][0], cases, only=lambda choice: many or not choice["blocks"])
+    if many:
+        return Job(name, "cuda.norm", spec, NORM_ROWS[many][0], cases)
+    # Of few rows no block takes several: it only fetches the weights before it waits for x.
+    return Job(name, "cuda.norm", spec, NORM_BUCKET, cases, only=lambda choice: choice["blocks"] in (0, 264),
+               layers=(model, "bf16") if residual else None)
 
 
 def attention_job(model: str, bucket: int) -> Job:
@@ -185,7 +200,7 @@ def fused_job(model: str, rows: int) -> Job:
     spec = AttentionSpec(2, heads, kv_heads, dim, dim, 16, 512, 8192, "bfloat16", "bfloat16", dim ** -0.5)
     cases = [{"kind": "fused_attention", "rows": rows, "tokens": tokens, "spec": asdict(spec)} for tokens in FUSED_TOKENS]
     return Job(f"{model}.fused_attention@{rows}", "cuda.rope_append_attention", FusedAttentionSpec(spec, rows), rows, cases,
-               only=lambda choice: _likely_cluster(choice, rows))
+               only=lambda choice: _likely_cluster(choice, rows), layers=(model, "bf16"))
 
 
 def _likely_cluster(choice: dict[str, Any], rows: int) -> bool:
@@ -213,6 +228,8 @@ def prepare(folder: Path, chosen: Sequence[Job], cache: Path | None = None, proc
     start = time.perf_counter()
     families = families_for(parse_target(TARGET))
     folder.mkdir(parents=True, exist_ok=True)
+    chains = chains_of(chosen)
+    rules: dict[str, dict[str, Any]] = {}               # what stands around a task's kernel in chains, by workload
     wanted: dict[str, Wanted] = {}
     tasks: list[dict[str, Any]] = []
     groups: list[list[str]] = []
@@ -235,6 +252,19 @@ def prepare(folder: Path, chosen: Sequence[Job], cache: Path | None = None, proc
                               "kernel": want(("cuda.norm", job.beside, {"dependent_launch": True}))}
         if isinstance(job.spec, LinearSpec) and job.spec.weight.quantized:
             task["unpack"] = {"kernel": want(("unpack", job.spec.without_norm(), {}))}
+        if job.chain:
+            work = (as_asked(job.family, job.spec) or families[job.family].workload(job.spec)).hash
+            chain = chains.get(job.chain)
+            if chain is None or work not in chain.works():
+                raise CompileError(f"{job.name}: no such kernel in the layers of {job.chain}")
+            task |= {"chain": job.chain, "work": work}
+            for key, one in chain.works().items():
+                if key not in rules:
+                    rules[key] = {"kernel": want(_rule(families, one))}
+            if isinstance(job.spec, FusedAttentionSpec):    # its cases are of another size than the layers' pages
+                spec = replace(job.spec, attention=families[job.family].canonical(job.spec).attention)
+                for one in found:
+                    one["in_chain"] = {"kernel": want((job.family, spec, one["choice"]))}
         tasks.append(task)
         for group in new.values():
             keys = [key for key in group if key not in wanted]
@@ -248,10 +278,11 @@ def prepare(folder: Path, chosen: Sequence[Job], cache: Path | None = None, proc
         libraries |= {stage["function"]: library for entry in entries.values() for stage in entry["stages"]}
         print(f"{number + 1}/{len(groups)} {library}: {len(made)} of {len(wanted)} kernels, "
               f"{time.perf_counter() - start:.0f} s", flush=True)
-    for task in tasks:
-        for one in _launched(task):
-            one |= made[one.pop("kernel")]
-    index = {"tasks": tasks, "libraries": libraries, "compiler": dict(compiler_fingerprint("cuda"))}
+    for one in (*(one for task in tasks for one in _launched(task)), *rules.values()):
+        one |= made[one.pop("kernel")]
+    used = {task["chain"] for task in tasks if "chain" in task}
+    index = {"tasks": tasks, "libraries": libraries, "compiler": dict(compiler_fingerprint("cuda")), "kernels": rules,
+             "chains": {name: chain.to_json() for name, chain in chains.items() if name in used}}
     (folder / f"{INDEX}.xz").write_bytes(lzma.compress(json.dumps(index).encode(), preset=1))
     size = sum(path.stat().st_size for path in folder.iterdir())
     count = sum(len(task["candidates"]) for task in tasks)
@@ -334,8 +365,33 @@ def _library(part: dict[str, Any], folder: Path, cache: Path | None) -> str:
     return name
 
 
+def chains_of(chosen: Sequence[Job]) -> dict[str, Chain]:
+    """By name, those in which these jobs are judged. A model is lowered once for each weight format."""
+    from benchmarks.gpu.tune_layers import layer_chains
+
+    rows: dict[tuple[str, str], dict[int, str]] = {}
+    for job in chosen:
+        if job.layers is not None:
+            rows.setdefault(job.layers, {})[job.bucket] = job.chain
+    found = {}
+    for (model, weight), names in rows.items():
+        start = time.perf_counter()
+        made = layer_chains(model, weight, names, parse_target(TARGET))
+        found |= {names[count]: chain for count, chain in made.items()}
+        print(f"layers of {model} in {weight}: {len(made)} chains, {time.perf_counter() - start:.0f} s", flush=True)
+    return found
+
+
+def _rule(families: Mapping[str, KernelFamily], work: Workload) -> Wanted:
+    """The rule's kernel, in the words of a task's first candidate where it is one."""
+    name, spec = family_and_spec(work)
+    part = families[name].part(spec, getattr(spec, "max_rows", None) or 1)
+    return name, spec, dict(part.space.default) if part is not None else {}
+
+
 def _launched(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from task["candidates"]
+    yield from (one["in_chain"] for one in task["candidates"] if "in_chain" in one)
     yield from (task[name] for name in ("beside", "unpack") if name in task)
 
 

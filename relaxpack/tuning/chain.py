@@ -41,9 +41,9 @@ class Chain:
         """What has to be compiled: the workload of each kernel, by its hash."""
         return {call.work.hash: call.work for call in self.calls}
 
-    def calls_of(self, work: Workload) -> int:
+    def calls_of(self, work_hash: str) -> int:
         """In one layer."""
-        return sum(call.work.hash == work.hash for call in self.calls) // self.layers
+        return sum(call.work.hash == work_hash for call in self.calls) // self.layers
 
     def to_json(self) -> dict[str, Any]:
         works = self.works()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -159,7 +160,7 @@ def linear_case(spec: LinearSpec, rows: int, seed: int, reference: bool = True) 
     rng = np.random.default_rng(seed)
     n, k, act = spec.out_features, spec.in_features, dtype_of(spec.activation_dtype)
     width = n // 2 if spec.gated else n
-    weights, plain = _weights(spec.weight, n, k, rng)
+    weights, plain = _weights(spec.weight, n, k, seed)
     buffers: dict[str, Any] = {"x": rng.standard_normal((rows, k), np.float32).astype(act), **weights,
                                "y": poisoned((rows, width), spec.out_dtype)}
     if spec.bias:
@@ -200,8 +201,10 @@ def _product(spec: LinearSpec, buffers: dict[str, Any], plain: np.ndarray) -> di
     return {"y": z, "scaled": z * buffers["norm_weight"], "squares": (z.reshape(len(z), -1, NORM_GROUP) ** 2).sum(-1)}
 
 
-def _weights(fmt: WeightFormat, n: int, k: int, rng: np.random.Generator) -> tuple[dict[str, Any], np.ndarray]:
+@lru_cache(maxsize=8)
+def _weights(fmt: WeightFormat, n: int, k: int, seed: int) -> tuple[dict[str, Any], np.ndarray]:
     """(buffers in packed order, the PERIOD rows they repeat, in float64)."""
+    rng = np.random.default_rng(seed)
     rows = min(PERIOD, -(-n // 16) * 16)
     if not fmt.quantized:
         values = (rng.standard_normal((rows, k), np.float32) / np.sqrt(k)).astype(dtype_of(fmt.dtype))

@@ -110,13 +110,15 @@ class PlacedChain:
                                                    "layer": call.layer}) for call in self.calls]
 
 
-def time_chains(gpu: Any, placed: PlacedChain, chains: Sequence[Mapping[str, Stages]], rounds: int,
-                seconds: float) -> list[Timed]:
+def time_chains(gpu: Any, placed: PlacedChain, chains: Sequence[Mapping[str, Stages]], rounds: int, seconds: float,
+                begin: Callable[[int], object] = lambda index: None) -> list[Timed]:
     """Each with its own kernels. All take turns, another one begins each round; fewer rounds where `seconds` are over.
-    The first chain is the one that the others' results are compared with: raises TuningError where it gives none."""
+    The first chain is the one that the others' results are compared with: raises TuningError where it gives none. `begin` is
+    told which one runs for the first time."""
     replays, differences = [], []
     expected: np.ndarray | None = None
-    for kernels in chains:
+    for number, kernels in enumerate(chains):
+        begin(number)
         calls = placed.bound(kernels)
         placed.poison()
         for call in calls:                   # so that nothing is loaded while capturing

@@ -259,8 +259,9 @@ class TuningSession:
         else:
             assert outcome.untuned_us is not None
             winner, verdict = decide(rounds, choices[0] == choices[1], 0.0, CHAIN_GAIN)
-            calls = task.chain.calls_of(task.work)
-            facts = {"chain": chain_facts(rounds[winner], rounds[1], task.chain.function, calls)}
+            calls = task.chain.calls_of(task.work.hash)
+            rule_us, own_us = (statistics.median(rounds[index].times_us) for index in (1, winner))
+            facts = {"chain": chain_facts(rule_us, own_us, task.chain.function, calls)}
             rounds = [in_step(one, rounds[1], outcome.untuned_us, calls) for one in rounds]
         kept = rounds[winner].kept()
         if min(verdict.pairs, len(kept)) < MIN_PAIRS:

@@ -88,7 +88,7 @@ def test_a_matmul(spec: LinearSpec) -> None:
 def test_a_quantised_weight_is_what_packing_makes_of_it(name: str) -> None:
     """Its rows repeat, as packed bytes and as the numbers they stand for, and the numbers are exact in bfloat16."""
     fmt, n, k = FORMATS[name], PERIOD + 32, 256
-    buffers, plain = _weights(fmt, n, k, np.random.default_rng(3))
+    buffers, plain = _weights(fmt, n, k, 3)
     one = random_quantized(fmt, PERIOD, k, np.random.default_rng(3))
     whole = QuantizedTensor(fmt, *(None if part is None else np.resize(part, (n, part.shape[1]))
                                    for part in (one.codes, one.scales, one.minimums, one.zeros)))

@@ -17,12 +17,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks.gpu import tune_cases, tune_device, tune_tasks
-from benchmarks.gpu.tune_records import condensed, decided, own_kernels, records, rows, table, weak_gain
+from benchmarks.gpu.tune_decisions import decided
+from benchmarks.gpu.tune_records import condensed, own_kernels, records, rows, table, weak_gain
 from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.schedules.tuning.tuned import TunedKernels
 from relaxpack.target import parse_target
 from relaxpack.tuning.candidates import families_for, family_for
+from relaxpack.tuning.chain import CHAIN_ROUNDS, Chain
 from tests.helpers import attention_device, bench_stand_in
 from tests.helpers.bench_stand_in import StandIn
 from tests.helpers.tuning_records import SM_90
@@ -38,11 +40,11 @@ def _stage(function: str, *arguments: str) -> dict[str, Any]:
     return {"stages": [{"function": function, "arguments": list(arguments)}], "temporaries": {}}
 
 
-def _task(beside: bool = True) -> dict[str, Any]:
+def _task(beside: bool = True, bucket: int = 16) -> dict[str, Any]:
     """8b.o at 16 rows with the true choices, on a small matrix; function k3 is that of choice 3."""
     choices = tune_tasks.candidates(JOB)[:8]
     workload = families_for(HOPPER)["cuda.linear"].workload(JOB.spec, "linear_4096x4096")
-    return {"name": JOB.name, "bucket": 16, "cases": list(JOB.cases), "workload": asdict(workload),
+    return {"name": JOB.name, "bucket": bucket, "cases": list(JOB.cases), "workload": asdict(workload),
             "candidates": [{"choice": choice, **_stage(f"k{i}", "x", "weight", "y")} for i, choice in enumerate(choices)],
             **({"beside": {"before": False, "h": 64, **_stage("norm", "x", "weight", "y")}} if beside else {})}
 
@@ -55,6 +57,22 @@ def _measured(times: dict[str, float], task: dict[str, Any] | None = None, broke
     return {**session.measure(task or _task()), "seconds": 0.5}
 
 
+def _in_layers(measured: dict[str, Any], **layers: float) -> dict[str, Any]:
+    """The same task judged in a chain: microseconds of a layer by candidate."""
+    for number, us in {"k0": 500.0, **layers}.items():
+        measured["candidates"][int(number[1:])]["chain_us"] = _times(us)
+    return measured | {"chain": "decode_16", "work": "o", "calls": 1, "twin_chain_us": _times(500.0)}
+
+
+def _times(us: float) -> list[float]:
+    return [us * (1 + 0.0005 * (i % 3)) for i in range(CHAIN_ROUNDS)]
+
+
+def _together(us: float = 470.0, **winners: int) -> dict[str, Any]:
+    return {"decode_16": {"winners": {JOB.name: winners["number"]}, "rule_us": _times(500.0), "twin_us": _times(500.0),
+                          "winners_us": _times(us)}}
+
+
 def _result(*tasks: dict[str, Any]) -> dict[str, Any]:
     return {"target": dict(SM_90), "host": "gpu", "created": "2026-11-29T20:15:00Z", "compiler": COMPILER, "torch": "2.11",
             "ceilings": {"read_tb_s": 4.2, "gemm_tflop_s": 780.0}, "tasks": list(tasks)}
@@ -63,11 +81,13 @@ def _result(*tasks: dict[str, Any]) -> dict[str, Any]:
 def test_the_fastest_right_kernel_becomes_a_record_that_a_build_uses() -> None:
     task = _measured({"k3": 70.0, "k5": 40.0, "k6": 30.0}, k5=bench_stand_in.wrong, broken=[(JOB.name, 6)])
     assert task["candidates"][5]["error"] == float("inf") and task["candidates"][6]["failure"] == "ended the process"
-    (one,), problems = records(_result(task))
+    task = _in_layers(task, k1=501.0, k3=470.0)
+    (one,), problems = records(_result(task) | {"together": _together(number=3)})
     choice = task["candidates"][3]["choice"]
     assert one.choice == {"kind": "parameters", "parameters": choice} and one.bucket == 16 and problems == []
     assert one.median_us == pytest.approx(72, rel=0.01) and one.baseline_us == pytest.approx(102, rel=0.01)
     assert dict(one.target) == dict(SM_90) and dict(one.compiler) == COMPILER and "beside" in one.conditions
+    assert "500.250 us a layer by the rule, 470.235 with this" in str(one.conditions["chain"])
 
     class Found:
         def find(self, workload: Any, buckets: Any, kernel: str) -> Any:
@@ -100,19 +120,36 @@ def test_the_time_beside_the_neighbour_decides() -> None:
     assert not isinstance(decision, str) and decision.winner["number"] == 4
 
 
-@pytest.mark.parametrize("us, wins", [(98.0, False), (95.0, True)])
-def test_a_kernel_with_its_norm_inside_must_gain_more(us: float, wins: bool) -> None:
-    measured = _measured({"k3": us}, _task(beside=False))
-    measured["cases"][0]["norm_epsilon"] = 1e-5
-    decision = decided(measured)
-    assert not isinstance(decision, str) and decision.improved == wins
-    measured["cases"][0]["norm_epsilon"] = None
-    decision = decided(measured)
-    assert not isinstance(decision, str) and decision.improved
+def test_a_decode_kernel_that_is_fast_by_itself_alone_is_left_out() -> None:
+    """The time of a layer decides, and that of a layer with all winners."""
+    alone = _measured({"k3": 50.0})
+    slower = _in_layers(_measured({"k3": 50.0}), k3=503.0)
+    better = _in_layers(_measured({"k3": 50.0}), k3=490.0)
+    for task, together, why in (
+            (alone, {}, "by itself: whole decode steps"), (slower, {}, None), (better, {}, "not timed together"),
+            (better, _together(number=2), "not timed together"), (better, _together(499.0, number=3), "not 0.3% faster"),
+            (better, {"decode_16": {"winners": {JOB.name: 3}, "failure": "illegal"}}, "all winners together: illegal")):
+        result = _result(task) | {"together": together}
+        (one,), problems = records(result)
+        assert one.choice["parameters"] == {} and problems == []
+        assert why in str(one.conditions["left_out"]) if why else "left_out" not in one.conditions
+        assert [row["improved"] for row in rows(result)] == [False] and rows(result)[0]["gain"] == 1.0
+    kept = condensed(_result(better) | {"together": _together(number=3), "cublaslt": "13.1"})
+    assert kept["together"]["decode_16"] == {"winners": {JOB.name: 3}, "decision": "faster by 6.0%", "ratio": 0.94}
+    assert kept["rows"][0]["gain"] == pytest.approx(102 / 92, rel=0.01) and kept["rows"][0]["layer_us"] == (
+        pytest.approx(500.25), pytest.approx(490.245))
+
+
+def test_without_a_time_in_layers_the_rule_stands() -> None:
+    task = _measured({"k3": 50.0}) | {"chain": "decode_16", "work": "o", "chain_failure": "TuningError: no numbers"}
+    decision = decided(task)
+    assert not isinstance(decision, str) and not decision.improved and "TuningError: no numbers" in decision.verdict.why
+    (one,), _ = records(_result(task))
+    assert one.choice["parameters"] == {} and one.median_us == pytest.approx(102, rel=0.01)
 
 
 def test_a_library_may_win() -> None:
-    task = _task()
+    task = _task(bucket=512)
     task["candidates"][2]["choice"] = {"library": "cublaslt"}
     (one,), _ = records(_result(_measured({"k2": 50.0}, task)))
     assert one.choice == {"kind": "library", "library": "cublaslt", "parameters": {}}
@@ -152,7 +189,7 @@ def test_a_broken_context_ends_the_process() -> None:
 
 
 def test_the_table_says_how_far_the_rule_is_from_the_roofline() -> None:
-    result = _result(_measured({"k3": 50.0}), _measured({}, _task(beside=False)))
+    result = _result(_measured({"k3": 50.0}, _task(bucket=512)), _measured({}, _task(beside=False)))
     first, second = rows(result)
     assert first["gain"] == pytest.approx(102 / 52, rel=0.01) and second["gain"] == 1.0
     assert first["share"] == pytest.approx(first["roofline_us"] / 100, rel=0.01)
@@ -296,19 +333,26 @@ def test_every_job_has_the_rules_choice_first_and_others() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_prepared_libraries_hold_every_function_of_the_index(tmp_path: Path, processes: int) -> None:
+@pytest.mark.parametrize(("processes", "many"), [(1, True), (2, False)])
+def test_prepared_libraries_hold_every_function_of_the_index(tmp_path: Path, processes: int, many: bool) -> None:
+    """Of the candidates and, where a job is judged in layers, of what else is in these."""
     import lzma
 
     if sys.platform != "linux" or not _can_compile():
         pytest.skip("no CUDA compiler")
-    job = replace(tune_tasks.norm_job("1b", True), only=lambda choice: choice["threads"] >= 256)
+    job = tune_tasks.norm_job("1b", True, many)
+    job = replace(job, only=lambda choice: choice["threads"] >= 256 and not choice["blocks"])
     tune_tasks.prepare(tmp_path, [job], processes=processes, per_module=2)
     index = json.loads(lzma.decompress((tmp_path / "tune.json.xz").read_bytes()))
     task, = index["tasks"]
     functions = {stage["function"] for one in task["candidates"] for stage in one["stages"]}
-    assert functions == set(index["libraries"]) and len(functions) == len(task["candidates"])
-    assert len(set(index["libraries"].values())) == -(-len(functions) // 2)
+    around = {stage["function"] for one in index["kernels"].values() for stage in one["stages"]}
+    assert functions | around == set(index["libraries"]) and len(functions) == len(task["candidates"])
+    if many:
+        assert around == set() == set(index["chains"]) and len(set(index["libraries"].values())) == -(-len(functions) // 2)
+    else:
+        chain = Chain.from_json(index["chains"][task["chain"]])
+        assert set(chain.works()) == set(index["kernels"]) and chain.calls_of(task["work"]) == 2 and chain.layers == 4
     for library in set(index["libraries"].values()):
         assert lzma.decompress((tmp_path / f"{library}.xz").read_bytes()).startswith(b"\x7fELF")
 
