@@ -14,9 +14,9 @@ import pytest
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
+from relaxpack.compile.kernels import attention_spec
 from relaxpack.errors import TuningError
 from relaxpack.kernel_spec import LinearSpec
-from relaxpack.compile.kernels import attention_spec
 from relaxpack.passes.config import PipelineConfig
 from relaxpack.passes.pipeline import phases, run_phases
 from relaxpack.relax_models.config import ModelConfig
