@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.gpu.tune_cases import CASES, Buffers, Case
 from benchmarks.gpu.tune_chains import Chains, fatal
 from benchmarks.gpu.tune_decisions import decided, geometric_mean
+from relaxpack.tuning.chain import CHAIN_FINALISTS
 
 INDEX = "tune.json"
 SCREEN_ROUNDS, DUEL_ROUNDS, FINALISTS = 3, 15, 4
@@ -200,7 +201,8 @@ class Session:
         for entry in right:
             entry["screen_us"] = [median(beside or alone) for alone, beside in screened[entry["number"]]]
         others = sorted((entry for entry in right if entry["number"]), key=lambda entry: geometric_mean(entry["screen_us"]))
-        kept = [entry for entry in right if not entry["number"]] + others[:FINALISTS]
+        count = CHAIN_FINALISTS if "chain" in task else FINALISTS
+        kept = [entry for entry in right if not entry["number"]] + others[:count]
         tracks = {entry["number"]: tracks[entry["number"]] for entry in kept}
         self._at(task, -1)
         if kept and not kept[0]["number"]:

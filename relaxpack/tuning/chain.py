@@ -12,6 +12,7 @@ from relaxpack.tuning_record import Workload
 
 CHAIN_ROUNDS = 25
 CHAIN_GAIN = 0.003           # of a chain's time: what a kernel must gain; MIN_GAIN is about the time of a kernel alone
+CHAIN_FINALISTS = 6          # more than of kernels alone: who is fast there is not who is fast in a layer
 LEAST_LAYERS = 4
 
 

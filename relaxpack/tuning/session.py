@@ -23,7 +23,7 @@ from relaxpack.schedules.tuning.noise import MIN_PAIRS
 from relaxpack.schedules.tuning.search import Search
 from relaxpack.schedules.tuning.tuned import as_choice
 from relaxpack.target import TargetSpec
-from relaxpack.tuning.chain import CHAIN_GAIN, CHAIN_ROUNDS
+from relaxpack.tuning.chain import CHAIN_FINALISTS, CHAIN_GAIN, CHAIN_ROUNDS
 from relaxpack.tuning.duel import chain_facts, decide, in_step
 from relaxpack.tuning.measure import ChainMeasurer, Measurer
 from relaxpack.tuning.rounds import Rounds, machine_conditions
@@ -161,7 +161,8 @@ class TuningSession:
                 if self.observer:
                     self.observer.trial(outcome, budget - outcome.trials)
         finished = near or self.clock() < end
-        finalists = [as_choice(parameters) for parameters in search.best(FINALISTS)]
+        count = FINALISTS if task.chain is None else CHAIN_FINALISTS
+        finalists = [as_choice(parameters) for parameters in search.best(count)]
         return self._decide(task, outcome, key, known, finalists, finished)
 
     def _search_traces(self, task: Task, outcome: Outcome, key: Mapping[str, Any], known: TuningRecord | None, budget: int,

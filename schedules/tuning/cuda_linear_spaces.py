@@ -163,7 +163,7 @@ def _many_tilings(spec: LinearSpec) -> Iterator[Choice]:
     for waves, cost, choice in found:
         if cost > (1.3 if waves <= 3 else 1.1) * least:
             continue
-        many = rows >= 1024 and "split" not in choice
+        many = rows >= 256 and "split" not in choice
         for cluster in (1, 2) if many else (1,):
             for skew in (0, 1) if many else (0,):
                 for group in (8, 16) if many and rows >= 2048 else (8,):

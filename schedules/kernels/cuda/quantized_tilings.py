@@ -133,8 +133,8 @@ def few_bulk_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterato
     for warps in (1, 2, 3, 4, 6, 7):
         for strips in (1, 2, 3):
             tiles = ceildiv(n, 16 * warps * strips)
-            for groups in (1, 2, 3, 5, 7):
-                for split in (1, 2, 4):
+            for groups in (1, 2, 3, 4, 5, 7, 11, 15):
+                for split in (1, 2, 3, 4, 6):
                     for per_sm, feed in ((per_sm, feed) for per_sm in (1, 2) for feed in feeds):
                         threads = ceildiv(warps * groups + feed.get("feeders", 1), 4) * 128 * per_sm
                         blocks = tiles * split
