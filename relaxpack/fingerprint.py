@@ -14,11 +14,10 @@ from functools import cache
 
 from relaxpack.dist.host import cuda_driver
 from relaxpack.errors import EnvironmentProblem
+from relaxpack.kernel_generations import OTHERS, for_workload
 from relaxpack.target import TargetSpec
-from relaxpack.tuning_record import Facts
+from relaxpack.tuning_record import Facts, TuningRecord
 
-# By kind of target; raised when a parametrised kernel changes so that its old measurements say nothing about it any more.
-KERNELS_GENERATION = {"cpu": 1, "cuda": 2}
 _SM_COUNT, _L2_BYTES = 16, 38    # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, _L2_CACHE_SIZE (cuda.h)
 
 
@@ -36,9 +35,9 @@ def target_fingerprint(target: TargetSpec, gpu: int = 0, *, must_be_here: bool =
 
 
 def compiler_fingerprint(kind: str) -> Facts:
-    """`kind` is that of the target, "cpu" or "cuda". Imports TVM."""
+    """`kind` is that of the target, "cpu" or "cuda". A record has them `for_workload`. Imports TVM."""
     facts: dict[str, str | int] = {"apache-tvm": importlib.metadata.version("apache-tvm"),
-                                   "kernels": KERNELS_GENERATION[kind]}
+                                   "kernels": OTHERS[kind]}
     if kind == "cuda":
         return facts | {"cuda": _cuda_version()}
     import relaxpack.tvm_setup  # noqa: F401
@@ -53,11 +52,12 @@ def difference(here: Facts, there: Facts) -> str:
                      for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name))
 
 
-def other_compiler(facts: Facts) -> str:
+def other_compiler(record: TuningRecord) -> str:
     """How a record's compiler visibly differs from the one here, or "". Cheap: it asks neither TVM nor nvcc, so what it
     does not see (LLVM, CUDA) is left to the comparison of whole fingerprints."""
-    own: dict[str, str | int] = {"apache-tvm": importlib.metadata.version("apache-tvm"),
-                                 "kernels": KERNELS_GENERATION["cuda" if "cuda" in facts else "cpu"]}
+    facts = record.compiler
+    own = for_workload({"apache-tvm": importlib.metadata.version("apache-tvm"),
+                        "kernels": OTHERS["cuda" if "cuda" in facts else "cpu"]}, record.workload)
     return difference(own, {name: fact for name, fact in facts.items() if name in own})
 
 

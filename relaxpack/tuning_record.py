@@ -83,6 +83,15 @@ class Workload:
             _require(self.hash.isascii() and self.hash.lstrip("-").isdigit(),
                      f"workload.hash is {_shown(self.hash)}, not a structural hash in decimal")
 
+    @property
+    def family(self) -> str:
+        """Of the parametrised kernel; "" where there is none."""
+        try:
+            told = json.loads(self.text) if self.kind == "kernel" else {}
+        except ValueError:
+            return ""
+        return str(told.get("family", "")) if isinstance(told, dict) else ""
+
     @classmethod
     def kernel(cls, family: str, spec: Any, name: str | None = None) -> Workload:
         """`family` names the parametrised kernel ("cuda.gemv"), `spec` is its dataclass out of kernel_spec. Leave out of

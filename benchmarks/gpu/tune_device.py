@@ -180,7 +180,7 @@ class Session:
         return {"name": task["name"], "bucket": task["bucket"], "workload": task["workload"], "cases": [
             {key: value for key, value in case.given.items() if key != "spec"} | {
                 "read_bytes": case.read_bytes, "flops": case.flops, "rotated_bytes": case.rotated_bytes} for case in cases],
-                "candidates": entries, **{key: task[key] for key in ("chain", "work") if key in task}, **timed}
+                "candidates": entries, **{key: task[key] for key in ("chain", "work", "generation") if key in task}, **timed}
 
     def _timed(self, task: dict[str, Any], cases: Sequence[Case], right: list[dict[str, Any]]) -> dict[str, Any]:
         """Screening, then the duel. Kernels are captured alone, and where a neighbour is known, beside it."""

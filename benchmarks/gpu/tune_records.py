@@ -55,8 +55,9 @@ def record(result: dict[str, Any], decision: Decision, winners: bool = True) -> 
     if len(task["cases"]) > 1:
         conditions["cases"] = "geometric mean of " + ", ".join(map(case_text, task["cases"]))
     origin = Origin(result["created"], result["host"], f"relaxpack {__version__}", len(task["candidates"]))
-    return TuningRecord(Workload(**task["workload"]), task["bucket"], result["target"], result["compiler"], kept, times,
-                        conditions, Check(SEED, round(winner["error"], 6), 1.0), origin, round(decision.rule_us, 4))
+    compiler = {**result["compiler"], "kernels": task["generation"]}      # of when it was compiled
+    return TuningRecord(Workload(**task["workload"]), task["bucket"], result["target"], compiler, kept, times, conditions,
+                        Check(SEED, round(winner["error"], 6), 1.0), origin, round(decision.rule_us, 4))
 
 
 def case_text(case: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.gpu.matmul_variants import LINEARS
 from relaxpack.errors import CompileError
+from relaxpack.kernel_generations import GENERATIONS
 from relaxpack.kernel_spec import AttentionSpec, FusedAttentionSpec, Kernel, LinearSpec, NormSpec
 from relaxpack.schedules.kernels.cuda.linear import NORM_FAMILIES
 from relaxpack.schedules.tuning.cuda_linear_spaces import default_choice
@@ -248,7 +249,8 @@ def prepare(folder: Path, chosen: Sequence[Job], cache: Path | None = None, proc
         new: dict[str, dict[str, Wanted]] = {}          # so that a change of one kernel leaves the libraries of the others
         found = [{"choice": choice, "kernel": want((job.family, job.spec, choice))} for choice in candidates(job)]
         task = {"name": job.name, "bucket": job.bucket, "cases": list(job.cases), "candidates": found,
-                "workload": asdict(families[job.family].workload(job.spec, _label(job)))}
+                "workload": asdict(families[job.family].workload(job.spec, _label(job))),
+                "generation": GENERATIONS[job.family]}
         if job.beside is not None:
             task["beside"] = {"before": job.before, "h": job.beside.hidden_size,
                               "kernel": want(("cuda.norm", job.beside, {"dependent_launch": True}))}

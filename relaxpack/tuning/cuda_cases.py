@@ -204,7 +204,7 @@ def _product(spec: LinearSpec, buffers: dict[str, Any], plain: np.ndarray) -> di
 @lru_cache(maxsize=8)
 def _weights(fmt: WeightFormat, n: int, k: int, seed: int) -> tuple[dict[str, Any], np.ndarray]:
     """(buffers in packed order, the PERIOD rows they repeat, in float64)."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, 1])                # not the numbers of x
     rows = min(PERIOD, -(-n // 16) * 16)
     if not fmt.quantized:
         values = (rng.standard_normal((rows, k), np.float32) / np.sqrt(k)).astype(dtype_of(fmt.dtype))

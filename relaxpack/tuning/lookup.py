@@ -12,6 +12,7 @@ from pathlib import Path
 from relaxpack.dist.tuning.layers import Layers, open_source
 from relaxpack.dist.tuning.store import ANY, RecordSource
 from relaxpack.fingerprint import compiler_fingerprint, described, difference, target_fingerprint
+from relaxpack.kernel_generations import for_workload
 from relaxpack.target import TargetSpec
 from relaxpack.tuning_record import Facts, TuningRecord, Workload, digest
 
@@ -67,8 +68,9 @@ class DatabaseLookup:
         self.source.close()
 
     def find(self, workload: Workload, buckets: Sequence[int | None], kernel: str) -> TuningRecord | None:
+        compiler = digest(for_workload(self.compiler, workload))
         for bucket in buckets:
-            record = self.source.lookup(workload.hash, bucket, digest(self.target), digest(self.compiler))
+            record = self.source.lookup(workload.hash, bucket, digest(self.target), compiler)
             if record is not None and record.workload.text == workload.text:
                 return record
         self._explain(workload, buckets, kernel)
@@ -101,7 +103,7 @@ class DatabaseLookup:
                         f"--gpu \"{record.target.get('name')}\" says it is meant")
         if different := difference(self.target, record.target):
             return f"another target: {different}"
-        if different := difference(self.compiler, record.compiler):
+        if different := difference(for_workload(self.compiler, workload), record.compiler):
             return f"another compiler: {different}"
         if record.status != "good":
             return f"marked {record.status}: {record.reason}"

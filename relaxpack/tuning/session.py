@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from relaxpack import __version__
 from relaxpack.errors import EnvironmentProblem
+from relaxpack.kernel_generations import for_workload
 from relaxpack.schedules.tuning.noise import MIN_PAIRS
 from relaxpack.schedules.tuning.search import Search
 from relaxpack.schedules.tuning.tuned import as_choice
@@ -115,11 +116,11 @@ class TuningSession:
 
     def key(self, task: Task) -> dict[str, Any]:
         return {"workload": task.workload.hash, "bucket": task.bucket, "target": dict(self.target),
-                "compiler": dict(self.compiler)}
+                "compiler": dict(for_workload(self.compiler, task.workload))}
 
     def _task(self, task: Task, budget: int, end: float) -> Outcome:
         outcome, key = Outcome(task, "failed"), self.key(task)
-        known = self.store.lookup(task.workload.hash, task.bucket, digest(self.target), digest(self.compiler))
+        known = self.store.lookup(task.workload.hash, task.bucket, digest(self.target), digest(key["compiler"]))
         history = self.log.history(key)
         outcome.trials, outcome.failed = len(history.results), history.failures()
         if history.done is not None and known is not None:
@@ -299,7 +300,7 @@ class TuningSession:
                       **({"norm": "inside, as in a build"} if task.asked is not None else {})}
         created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         origin = Origin(created, platform.node(), f"relaxpack {__version__}", outcome.trials)
-        return TuningRecord(task.workload, task.bucket, self.target, self.compiler, choice,
+        return TuningRecord(task.workload, task.bucket, self.target, for_workload(self.compiler, task.workload), choice,
                             tuple(round(t, 4) for t in times_us), conditions, checked, origin,
                             baseline_us=round(statistics.median(untuned), 4))
 

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from relaxpack import __version__
 from relaxpack.errors import TuningError
 from relaxpack.fingerprint import compiler_fingerprint, difference
+from relaxpack.kernel_generations import for_workload
 from relaxpack.schedules.tuning.noise import MIN_PAIRS, compare_rounds
 from relaxpack.target import TargetSpec
 from relaxpack.tuning.measure import LocalMeasurer, Measurer
@@ -61,7 +62,7 @@ def _timed(record: TuningRecord, measurer: Measurer, libraries: list[str], bucke
     except CandidateFailed as error:
         return Verdict("failed", f"does not run: {error}")
     own, rule = (one.kept() or one.times_us for one in rounds)
-    here = compiler_fingerprint(str(record.target["kind"]))
+    here = for_workload(compiler_fingerprint(str(record.target["kind"])), record.workload)
     moved = difference(here, record.compiler) != "" or record.origin.tool.startswith("import")
     if len(rounds[0].kept()) < MIN_PAIRS:
         return Verdict("good", "the machine is too busy to measure")

@@ -44,7 +44,7 @@ def _task(beside: bool = True, bucket: int = 16) -> dict[str, Any]:
     """8b.o at 16 rows with the true choices, on a small matrix; function k3 is that of choice 3."""
     choices = tune_tasks.candidates(JOB)[:8]
     workload = families_for(HOPPER)["cuda.linear"].workload(JOB.spec, "linear_4096x4096")
-    return {"name": JOB.name, "bucket": bucket, "cases": list(JOB.cases), "workload": asdict(workload),
+    return {"name": JOB.name, "bucket": bucket, "generation": 1, "cases": list(JOB.cases), "workload": asdict(workload),
             "candidates": [{"choice": choice, **_stage(f"k{i}", "x", "weight", "y")} for i, choice in enumerate(choices)],
             **({"beside": {"before": False, "h": 64, **_stage("norm", "x", "weight", "y")}} if beside else {})}
 

@@ -50,7 +50,8 @@ def _task(name: str, work: Workload) -> dict[str, Any]:
     choices = [dict(part.space.default), *part.space.all()][:5]
     case = {"kind": "linear", "rows": 16, "n": spec.out_features, "k": spec.in_features, "weight": "bf16", "swiglu": False,
             "bias": False, "out_dtype": "bfloat16"}
-    return {"name": name, "bucket": 16, "cases": [case], "workload": asdict(work), "chain": NAME, "work": work.hash,
+    return {"name": name, "bucket": 16, "generation": 1, "cases": [case], "workload": asdict(work),
+            "chain": NAME, "work": work.hash,
             "candidates": [{"choice": choice, **_stages(f"{name}{i}")} for i, choice in enumerate(choices)]}
 
 

@@ -39,9 +39,9 @@ def verify(location: str | None, no_time: bool, as_json: bool, here: bool, **fil
         everything = list(store.all())
         found = chosen(everything, here=machine if here else None, **filters)
         # What was imported or comes from another compiler is measured once: then there is a record of its own.
-        renewed = {record.origin.parent for record in everything if record.status == "good" and machine.uses(record.key)}
+        renewed = {record.origin.parent for record in everything if record.status == "good" and machine.uses(record)}
         mine = [record for record in found if record.key.target in targets and record.status != "failed"
-                and (record.id not in renewed or (record.status == "good" and machine.uses(record.key)))]
+                and (record.id not in renewed or (record.status == "good" and machine.uses(record)))]
         for record in mine:
             verdict = judge(record, retime=not no_time)
             if verdict.renewed is not None:
@@ -95,7 +95,7 @@ def prune(location: str | None, beaten: bool, marked: bool, other_compilers: boo
         going = [record for record in chosen(everything, here=machine if here else None, **filters)
                  if (beaten and record.status == "good" and record.id not in used)
                  or (marked and record.status != "good")
-                 or (other_compilers and other_compiler(record.compiler) != "")
+                 or (other_compilers and other_compiler(record) != "")
                  or (other_targets and record.key.target not in targets)]
         if not dry_run:
             store.remove(record.id for record in going)
@@ -105,5 +105,5 @@ def prune(location: str | None, beaten: bool, marked: bool, other_compilers: boo
     if going:
         console().print(table("Would go" if dry_run else "Gone", ("id", "workload", "rows", "target", "median", "status"), [
             (record.id[:SHORT], record.workload.name, str(record.bucket or ""), described(record.target),
-             f"{record.median_us:.4g} us", status_text(record, other_compiler(record.compiler))) for record in going]))
+             f"{record.median_us:.4g} us", status_text(record, other_compiler(record))) for record in going]))
     click.echo(f"{store.location}: {len(going)} {'would be ' * dry_run}removed, {len(everything) - len(going)} kept")

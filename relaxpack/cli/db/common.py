@@ -13,7 +13,8 @@ from relaxpack.cli.show import STYLES, console, table
 from relaxpack.env import tuning_database
 from relaxpack.errors import EnvironmentProblem, UsageError
 from relaxpack.fingerprint import compiler_fingerprint, described, difference, target_fingerprint
-from relaxpack.tuning_record import STATUSES, Damaged, Facts, RecordKey, TuningRecord, digest
+from relaxpack.kernel_generations import for_workload
+from relaxpack.tuning_record import STATUSES, Damaged, Facts, TuningRecord, digest
 
 if TYPE_CHECKING:
     from relaxpack.dist.tuning.merge import MergeReport
@@ -45,8 +46,9 @@ class Here(NamedTuple):
 
     targets: tuple[tuple[Facts, Facts], ...]
 
-    def uses(self, key: RecordKey) -> bool:
-        return any((key.target, key.compiler) == (digest(target), digest(compiler)) for target, compiler in self.targets)
+    def uses(self, record: TuningRecord) -> bool:
+        return any(record.key[2:] == (digest(target), digest(for_workload(compiler, record.workload)))
+                   for target, compiler in self.targets)
 
     def why_none(self, records: Iterable[TuningRecord]) -> str:
         """Of the records that are not for here, the nearest one and what keeps it from being used."""
@@ -56,7 +58,8 @@ class Here(NamedTuple):
 
     @staticmethod
     def _distance(record: TuningRecord, target: Facts, compiler: Facts) -> tuple[int, str]:
-        parts = [text for text in (difference(target, record.target), difference(compiler, record.compiler)) if text]
+        own = for_workload(compiler, record.workload)
+        parts = [text for text in (difference(target, record.target), difference(own, record.compiler)) if text]
         other_kind = record.target["kind"] != target["kind"]
         text = f"the nearest, of {described(record.target)}, differs in {', '.join(parts)}"
         return (100 if other_kind else 0) + sum(part.count(" here, ") for part in parts), text
@@ -106,7 +109,7 @@ def chosen(records: Iterable[TuningRecord], *, name: str | None, target: str | N
              and (target is None or of_target(record, target))
              and (status is None or record.status == status)
              and (bucket is None or record.bucket == bucket)
-             and (here is None or here.uses(record.key))]
+             and (here is None or here.uses(record))]
     return sorted(found, key=lambda record: (record.workload.name, record.key.workload, record.bucket or 0, record.rank))
 
 

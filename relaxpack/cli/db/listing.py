@@ -62,7 +62,7 @@ def ls(location: str | None, limit: int | None, as_json: bool, here: bool, **fil
     used = {record.id for record in winners(everything).values()}
     rows = [(record.id[:SHORT], record.workload.name, str(record.bucket or ""), described(record.target),
              choice_text(record)[:60], f"{record.median_us:.4g} us ±{record.spread:.0%}", gain(record),
-             status_text(record, other_compiler(record.compiler), record.id not in used)) for record in shown]
+             status_text(record, other_compiler(record), record.id not in used)) for record in shown]
     title = source.location + (f" (the first {limit} of {len(found)})" if len(shown) < len(found) else "")
     console().print(table(title, ("id", "workload", "rows", "target", "choice", "median", "untuned", "status"), rows))
 
@@ -110,7 +110,7 @@ def show(record_id: str, location: str | None, as_json: bool) -> None:
         ("origin", f"{origin.created} on {origin.host} by {origin.tool}, {origin.trials} trials"
                    + (f", measures {origin.parent[:SHORT]} again" if origin.parent else "")),
         ("status", record.status + (f": {record.reason}" if record.reason else "")),
-        ("elsewhere", other_compiler(record.compiler) or "the compiler here is the same"),
+        ("elsewhere", other_compiler(record) or "the compiler here is the same"),
     ]
     out = console()
     out.print(table(record.id, ("", ""), rows))
@@ -151,7 +151,7 @@ def stats(location: str | None, as_json: bool) -> None:
         gains = [record.baseline_us / record.median_us for record in best if record.baseline_us is not None]
         what.append({
             "target": described(group[0].target), "target_hash": group[0].key.target, "compiler": dict(group[0].compiler),
-            "compiler_hash": group[0].key.compiler, "other_compiler": other_compiler(group[0].compiler),
+            "compiler_hash": group[0].key.compiler, "other_compiler": other_compiler(group[0]),
             "records": len(group), "keys": len(best),
             "choices": dict(sorted(Counter(str(record.choice["kind"]) for record in best).items())),
             "statuses": {status: sum(record.status == status for record in group) for status in STATUSES},

@@ -26,6 +26,7 @@ from relaxpack.cli.options import json_option
 from relaxpack.cli.show import print_json
 from relaxpack.errors import DamagedRecordError
 from relaxpack.fingerprint import described, difference
+from relaxpack.kernel_generations import for_workload
 from relaxpack.tuning_record import Damaged, TuningRecord, digest
 from relaxpack.tvm_records import IMPORTED, scheduled
 
@@ -154,15 +155,16 @@ def receive(records: Sequence[TuningRecord], damaged: Sequence[Damaged], name: s
 
 
 def _split(records: Sequence[TuningRecord], machine: Here) -> tuple[list[TuningRecord], list[TuningRecord]]:
-    mine = [record for record in records if machine.uses(record.key)]
-    return mine, [record for record in records if not machine.uses(record.key)]
+    mine = [record for record in records if machine.uses(record)]
+    return mine, [record for record in records if not machine.uses(record)]
 
 
 def _maker(record: TuningRecord, machine: Here) -> str:
     """What of a record is not that of this machine: its target, or its compiler alone."""
     for target, compiler in machine.targets:
         if digest(target) == record.key.target:
-            return f"another compiler ({described(record.target)}: {difference(compiler, record.compiler)})"
+            own = for_workload(compiler, record.workload)
+            return f"another compiler ({described(record.target)}: {difference(own, record.compiler)})"
     return f"another target ({described(record.target)})"
 
 

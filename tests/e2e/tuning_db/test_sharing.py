@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from relaxpack.dist.tuning.merge import by_key
 from relaxpack.dist.tuning.records_file import encode, file_name
 from relaxpack.dist.tuning.store import open_store
 from relaxpack.errors import DatabaseError
-from relaxpack.tuning_record import TuningRecord, digest
+from relaxpack.tuning_record import TuningRecord
 from tests.helpers.exchange_servers import s3_server, web_server
 from tests.helpers.tuning_records import BROKEN_TRACE, SM_80, SM_90, record, traced
 
@@ -214,7 +215,7 @@ def test_an_unknown_protocol_is_one_clear_error() -> None:
 
 def test_a_target_is_equal_in_every_fact_or_another(tuned: list[TuningRecord]) -> None:
     machine = this_machine()
-    assert machine.uses(tuned[0].key)
+    assert machine.uses(tuned[0])
     for fact in tuned[0].target:
         changed = {**tuned[0].target, fact: "other"} if fact != "kind" else SM_90
-        assert not machine.uses(tuned[0].key._replace(target=digest(changed)))
+        assert not machine.uses(replace(tuned[0], target=changed))

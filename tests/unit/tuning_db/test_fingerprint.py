@@ -7,9 +7,11 @@ import pytest
 from relaxpack.dist import host
 from relaxpack.errors import EnvironmentProblem
 from relaxpack.fingerprint import described, difference, other_compiler, target_fingerprint
-from relaxpack.target import TargetSpec
-from relaxpack.tuning_record import TARGET_FACTS, digest
-from tests.helpers.tuning_records import COMPILER, CPU, SM_80, SM_90
+from relaxpack.kernel_generations import GENERATIONS, for_workload
+from relaxpack.target import TargetSpec, parse_target
+from relaxpack.tuning.candidates import families_for
+from relaxpack.tuning_record import TARGET_FACTS, Workload, digest
+from tests.helpers.tuning_records import COMPILER, CPU, SM_80, SM_90, record
 
 
 def test_a_cpu_is_its_name_features_and_threads() -> None:
@@ -44,5 +46,17 @@ def test_differences_in_words() -> None:
 
 def test_names_for_people() -> None:
     assert described(CPU) == "cpu:znver5, 2 threads" and described(SM_90) == "cuda:sm_90a, H200, 132 SMs"
-    assert other_compiler(COMPILER) == ""
-    assert other_compiler({**COMPILER, "kernels": 7}) == "kernels 1 here, 7 there"
+    assert other_compiler(record()) == ""
+    assert other_compiler(record(compiler={**COMPILER, "kernels": 7})) == "kernels 1 here, 7 there"
+
+
+def test_every_family_of_kernels_has_a_generation_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of one family change: its records count no more, those of others do."""
+    known = {*families_for(parse_target("cuda:sm_90a")), *families_for(TargetSpec("cpu", "znver5", ("avx2", "f16c", "fma"), 2))}
+    assert known == set(GENERATIONS)
+    norm, linear = (Workload.kernel(family, {"n": 1}) for family in ("cpu.norm", "cpu.linear_float"))
+    made = [record(workload=work, compiler=for_workload(COMPILER, work)) for work in (norm, linear)]
+    monkeypatch.setitem(GENERATIONS, "cpu.norm", 5)
+    assert [other_compiler(one) for one in made] == ["kernels 5 here, 1 there", ""]
+    assert for_workload(COMPILER, norm) == {**COMPILER, "kernels": 5} and for_workload(COMPILER, linear) == COMPILER
+    assert for_workload(COMPILER, Workload.kernel("something", {})) == COMPILER
