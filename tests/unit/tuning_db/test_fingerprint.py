@@ -52,7 +52,8 @@ def test_names_for_people() -> None:
 
 def test_every_family_of_kernels_has_a_generation_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of one family change: its records count no more, those of others do."""
-    known = {*families_for(parse_target("cuda:sm_90a")), *families_for(TargetSpec("cpu", "znver5", ("avx2", "f16c", "fma"), 2))}
+    cpu = TargetSpec("cpu", "znver5", ("avx2", "f16c", "fma"), 2)
+    known = {*families_for(parse_target("cuda:sm_90a")), *families_for(cpu)}
     assert known == set(GENERATIONS)
     norm, linear = (Workload.kernel(family, {"n": 1}) for family in ("cpu.norm", "cpu.linear_float"))
     made = [record(workload=work, compiler=for_workload(COMPILER, work)) for work in (norm, linear)]
