@@ -152,7 +152,9 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
         warps = choice["warps"] * choice["groups"] * choice["blocks_per_sm"]
         # Of many weight rows and many rows of x few warps hold the sums of one wave.
         least = 7 if rows > 32 and choice["strips"] >= 2 else 10
-        return least <= warps <= 16 and choice["scaled"] == (rows > 32)
+        many = choice["groups"] in (4, 11, 15) or choice["split"] in (3, 6)     # with one way of asking for copies
+        return least <= warps <= 16 and choice["scaled"] == (rows > 32) and not (
+            many and (choice.get("feeders") or not choice.get("elect")))
     if rows > 8 and family in ("gemm_rows_quant", "gemm_rows_bulk") and spec.weight.bits == 4:      # gemm_few_bulk
         return False
     if family == "gemm_rows_bulk":
