@@ -147,6 +147,10 @@ class CudaKernels:
             self._fused[key] = head_sample(spec, sampling, self.arch)
         return self._fused[key]
 
+    def asked(self) -> list[tuple[str, Any, Kernel]]:
+        """The questions so far: operation, spec and answer."""
+        return [(key[0], key[-1], kernel) for key, kernel in self._kernels.items() if isinstance(key, tuple)]
+
     def _found(self, operation: str, spec: LinearSpec | NormSpec | AttentionSpec | FusedAttentionSpec) -> Kernel | None:
         """The kernel of a tuning record, looked up once. One of a library keeps its source, by which a bundle says what it
         needs."""
