@@ -17,13 +17,7 @@ from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_attend import attend_tiles
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_convert import convert_tiles
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_fetch import fetch_tiles
-from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_memory import (
-    PROMOTE_128,
-    SWIZZLE_64,
-    SWIZZLE_128,
-    PrefillMemory,
-    raw_part,
-)
+from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_memory import PrefillMemory, encode_maps
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import GROUP, HopperTuning, fits
 from relaxpack.schedules.kernels.cuda.common import device
 from relaxpack.schedules.kernels.cuda.fragments import AWAIT, RELEASE
@@ -31,32 +25,18 @@ from tvm.script import tirx as T
 
 
 def _body(spec: AttentionSpec, tuning: HopperTuning) -> Any:
-    D, H, KV, PS, L = spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.page_size, spec.num_layers
-    HALVES, CONSUMERS, TOKENS = D // 64, tuning.consumers, tuning.tokens(spec)
-    G = H // KV if tuning.packed else 1                    # query heads of a tile
-    BOX = min(PS, tuning.keys)                             # keys of one copy
-    PRODUCER = CONSUMERS * 4                               # the warp that fetches
-    act, kv, FP8, PART = spec.activation_dtype, spec.page_dtype, spec.fp8, raw_part(D)
-    SWIZZLE_RAW = SWIZZLE_128 if PART == 128 else SWIZZLE_64
+    CONSUMERS = tuning.consumers
+    PRODUCER, FP8 = CONSUMERS * 4, spec.fp8                # PRODUCER: the warp that fetches
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = tuning.registers(spec)
+    encode = encode_maps(spec, tuning)
     fetch, convert, attend = fetch_tiles(spec, tuning), convert_tiles(spec, tuning), attend_tiles(spec, tuning)
     assert fits(spec, tuning) and CONSUMERS in (2, 3)
 
     @T.inline
     def body(q, layer, pages, page_table, query_start, lengths, y, t, b, p):
         q_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        T.call_packed("runtime.cuTensorMapEncodeTiled", q_map, act, 4, q.data, 64, H, t, HALVES, D * 2, H * D * 2, 128,
-                      64, G, TOKENS, 1, 1, 1, 1, 1, 0, SWIZZLE_128, PROMOTE_128, 0)
-        # the pages as [groups of 8 rows][half][row][64]: a box of any number of groups arrives as wgmma reads it
         page_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        if FP8:
-            T.call_packed("runtime.cuTensorMapEncodeTiled", page_map, kv, 4, pages.data,
-                          PART, 8, D // PART, L * p * (2 * KV * PS // 8), D, PART, D * 8,
-                          PART, 8, D // PART, BOX // 8, 1, 1, 1, 1, 0, SWIZZLE_RAW, PROMOTE_128, 0)
-        else:
-            T.call_packed("runtime.cuTensorMapEncodeTiled", page_map, kv, 4, pages.data,
-                          64, 8, HALVES, L * p * (2 * KV * PS // 8), D * 2, 128, D * 16,
-                          64, 8, HALVES, BOX // 8, 1, 1, 1, 1, 0, SWIZZLE_128, PROMOTE_128, 0)
+        encode(q_map, page_map, q, pages, t, p)
         with device():
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
             bx = T.cta_id([T.Cast("int32", tuning.grid(spec, t, b, T.min))])

@@ -74,6 +74,30 @@ def raw_part(head_dim: int) -> int:
     return min(head_dim, 128)
 
 
+def encode_maps(spec: AttentionSpec, tuning: HopperTuning) -> Any:
+    """Inline, of the host: the tensor maps of the queries, a box of which is a tile, and of the pages, seen as [groups of 8
+    rows][half of a row][row][64] (e4m3 numbers: [part][row][bytes]): a box of any number of groups arrives as it is read."""
+    D, H, KV, PS, L = spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.page_size, spec.num_layers
+    HALVES, TOKENS, BOX, PART = D // 64, tuning.tokens(spec), min(PS, tuning.keys), raw_part(D)
+    G = H // KV if tuning.packed else 1                    # query heads of a tile
+    act, kv, FP8, SWIZZLE_RAW = spec.activation_dtype, spec.page_dtype, spec.fp8, SWIZZLE_128 if PART == 128 else SWIZZLE_64
+
+    @T.inline
+    def encode_maps(q_map, page_map, q, pages, t, p):
+        T.call_packed("runtime.cuTensorMapEncodeTiled", q_map, act, 4, q.data, 64, H, t, HALVES, D * 2, H * D * 2, 128,
+                      64, G, TOKENS, 1, 1, 1, 1, 1, 0, SWIZZLE_128, PROMOTE_128, 0)
+        if FP8:
+            T.call_packed("runtime.cuTensorMapEncodeTiled", page_map, kv, 4, pages.data,
+                          PART, 8, D // PART, L * p * (2 * KV * PS // 8), D, PART, D * 8,
+                          PART, 8, D // PART, BOX // 8, 1, 1, 1, 1, 0, SWIZZLE_RAW, PROMOTE_128, 0)
+        else:
+            T.call_packed("runtime.cuTensorMapEncodeTiled", page_map, kv, 4, pages.data,
+                          64, 8, HALVES, L * p * (2 * KV * PS // 8), D * 2, 128, D * 16,
+                          64, 8, HALVES, BOX // 8, 1, 1, 1, 1, 0, SWIZZLE_128, PROMOTE_128, 0)
+
+    return encode_maps
+
+
 @T.inline
 def advance(stage, phase, stages):
     """The next stage of a ring; `phase` changes with every turn."""

@@ -19,13 +19,12 @@ from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_memory import (
     END,
     FIRST_KEY,
     HEAD,
-    PROMOTE_128,
     START,
-    SWIZZLE_128,
     TMA_LOAD,
     TOKENS_LEFT,
     PrefillMemory,
     advance,
+    encode_maps,
 )
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import GROUP, HopperTuning, fits
 from relaxpack.schedules.kernels.cuda.attention_prefix import find_leader
@@ -68,7 +67,7 @@ def prefix_parts_function(spec: AttentionSpec, tuning: HopperPrefixTuning) -> An
     G, HALVES, CONSUMERS, TOKENS, BOX = H // KV, D // 64, roles.consumers, roles.tokens(spec), min(PS, KEYS)
     PRODUCER, QUERY_BYTES = CONSUMERS * 4, TOKENS * G * D * 2
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = roles.registers(spec)
-    copy, attend = copy_tile(spec, roles), attend_tiles(spec, roles, shared_keys=True)
+    copy, attend, encode = copy_tile(spec, roles), attend_tiles(spec, roles, shared_keys=True), encode_maps(spec, roles)
     assert fits(spec, roles) and SHARED_KEYS % KEYS == 0
 
     @T.prim_func
@@ -83,12 +82,8 @@ def prefix_parts_function(spec: AttentionSpec, tuning: HopperPrefixTuning) -> An
         parts = T.match_buffer(parts_h, (t, SPLITS, H * D), "float32", align=16)
         part_stats = T.match_buffer(part_stats_h, (t, SPLITS, H, 2), "float32")
         q_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        T.call_packed("runtime.cuTensorMapEncodeTiled", q_map, act, 4, q.data, 64, H, t, HALVES, D * 2, H * D * 2, 128,
-                      64, G, TOKENS, 1, 1, 1, 1, 1, 0, SWIZZLE_128, PROMOTE_128, 0)
         page_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        T.call_packed("runtime.cuTensorMapEncodeTiled", page_map, act, 4, pages.data,
-                      64, 8, HALVES, L * p * (2 * KV * PS // 8), D * 2, 128, D * 16,
-                      64, 8, HALVES, BOX // 8, 1, 1, 1, 1, 0, SWIZZLE_128, PROMOTE_128, 0)
+        encode(q_map, page_map, q, pages, t, p)
         with device():
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
             bx = T.cta_id([T.Cast("int32", tuning.tiles(spec, t) * (KV * SPLITS))])
