@@ -392,9 +392,9 @@ def test_pages_that_no_bulk_copy_fits_take_the_portable_kernel(page_size: int, s
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: decode_attention(spec(dtype="float32")), "bfloat16"),
     (lambda: prefill_attention(spec(dtype="int8")), "bfloat16"),
-    (lambda: decode_attention(spec(head_dim=80, kv=FP8)), "multiple of 32"),
+    (lambda: decode_attention(spec(head_dim=80, kv=FP8)), "multiples of 32"),
     (lambda: prefill_attention(spec(kv="float16")), "or with --kv-dtype fp8"),
-    (lambda: decode_attention(spec(7, 2)), "multiple"), (lambda: prefill_attention(spec(head_dim=72)), "multiple of 16"),
+    (lambda: decode_attention(spec(7, 2)), "multiple"), (lambda: prefill_attention(spec(head_dim=72)), "multiples of 16"),
     (lambda: rope_append.rope_append(spec(head_dim=65, rotary_dim=65)), "even")])
 def test_impossible_specs_are_refused_with_a_reason(make: Any, message: str) -> None:
     with pytest.raises(CompileError, match=message):
