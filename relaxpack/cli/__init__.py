@@ -98,17 +98,17 @@ def group() -> None:
 def run(args: Sequence[str] | None = None) -> int:
     """Run one command line and answer its exit code."""
     _repair_streams()
-    result, interrupted = None, False
+    result, ended = None, None               # said below: what the error still holds may write a line when it goes
     try:
         with stoppable():
             result = group.main(args=None if args is None else list(args), prog_name="relaxpack", standalone_mode=False)
             sys.stdout.flush()
     except Stopped as stop:
-        return _say(str(stop), stop.exit_code)
+        ended = str(stop), stop.exit_code
     except click.ClickException as error:
         return _say(_usage(error), error.exit_code)
     except (_Interrupted, click.Abort, KeyboardInterrupt):
-        interrupted = True                   # said below: what the error still holds may write a line when it goes
+        ended = "interrupted", INTERRUPTED
     except RelaxpackError as error:
         return _say(str(error), error.exit_code)
     except BrokenPipeError:
@@ -124,11 +124,11 @@ def run(args: Sequence[str] | None = None) -> int:
         _discard_output()
         where = f": {error.filename}" if error.filename is not None else ""
         return _say(f"the system refused: {error.strerror}{where}", EnvironmentProblem.exit_code)
-    if interrupted:
+    if ended is not None:
         gc.collect()
-        if sys.stderr.isatty():
+        if ended[1] == INTERRUPTED and sys.stderr.isatty():
             print(file=sys.stderr)           # the terminal has shown ^C in this line
-        return _say("interrupted", INTERRUPTED)
+        return _say(*ended)
     return result if isinstance(result, int) else 0
 
 

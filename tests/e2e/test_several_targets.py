@@ -5,9 +5,11 @@ machine code over one set of weights, and every command knows which target it sp
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+import tvm
 from relaxpack.cli import run
 from relaxpack.compile import BuildOptions, BuildReport, build_bundle
 from relaxpack.compile.target_plan import plan_targets, target_specs
@@ -15,7 +17,8 @@ from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.host import Gpu, Host
 from relaxpack.errors import UsageError
 from relaxpack.llm import LLM
-from relaxpack.schedules.cuda_compile import check_library
+from relaxpack.runtime import library_facts
+from relaxpack.schedules.cuda_compile import check_library, prepare_cuda_compiler
 from tests.helpers.tiny_checkpoints import write_checkpoint
 
 OPTIONS = BuildOptions(max_context=32, max_batch=1, prefill_chunk=8)
@@ -39,6 +42,18 @@ def test_each_target_has_its_own_dtypes_and_code(built: BuildReport) -> None:
         check_library(bundle.path(entry.library))     # raises where the code is CUDA source
     assert all(b"sm_90a" not in bundle.read(entry.library) for entry in (cpu, old))
     assert b"sm_90a" in bundle.read(new.library)
+
+
+def test_what_the_gpu_libraries_take_is_what_the_manifest_says(built: BuildReport) -> None:
+    bundle = Bundle.open(built.path)
+    prepare_cuda_compiler()     # or TVM loads no module with machine code of a GPU
+    for entry in bundle.manifest.targets[1:]:
+        info = bundle.manifest.info_for(entry)
+        facts = str(tvm.runtime.load_module(str(bundle.path(entry.library)))["stats"]())
+        assert {"decode", "prefill", "sample", "top_logprobs"} <= set(library_facts.declared(facts))
+        library_facts.check_library(facts, entry, info, "this one")
+        with pytest.raises(library_facts.LibraryDiffers, match="kv_dtype float16, and .* compiled for bfloat16"):
+            library_facts.check_library(facts, entry, replace(info, kv_dtype="float16"), "this one")
 
 
 def test_the_gpu_targets_share_all_weights_and_the_cpu_shares_the_norms(built: BuildReport) -> None:
