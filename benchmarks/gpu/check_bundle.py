@@ -7,8 +7,8 @@ bit, crowd against alone, and the speed of the whole engine with Python in the l
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -123,5 +123,21 @@ def check(bundle: str, ref: str, out: str) -> None:
     Path(out).write_text(json.dumps(result, indent=1) + "\n")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    first = commands.add_parser("reference", help="write the float32 logits of a CPU bundle")
+    second = commands.add_parser("check", help="hold a GPU bundle against them")
+    for command in (first, second):
+        command.add_argument("bundle")
+        command.add_argument("reference")
+    second.add_argument("out")
+    args = parser.parse_args()
+    if args.command == "reference":
+        reference(args.bundle, args.reference)
+    else:
+        check(args.bundle, args.reference, args.out)
+
+
 if __name__ == "__main__":
-    reference(*sys.argv[2:]) if sys.argv[1] == "reference" else check(*sys.argv[2:])
+    main()

@@ -6,6 +6,7 @@ For what reads shapes alone (`relaxpack tune`, `build --dry-run`), on machines w
 
 from __future__ import annotations
 
+import argparse
 import json
 import struct
 import sys
@@ -62,4 +63,8 @@ def write(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(sys.argv[1], Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=list(MODELS))
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    write(args.model, args.folder)

@@ -8,8 +8,8 @@ Works without a compiler. Numbers repeat every 16 MiB; loading and matmuls take 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,4 +83,8 @@ def write(stem: Path, out: Path) -> Manifest:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stem", type=Path, help="FOLDER/NAME of NAME.so and NAME.json")
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    write(args.stem, args.out)
