@@ -18,13 +18,19 @@ FORM_KEYS = ("checkpoint_format", "format")
 FIRST_FORM, SECOND_FORM = "gptq", "gptq_v2"
 ZEROS_DIFFER = f"{FIRST_FORM} stores zeros less one and {SECOND_FORM} as they are, so every weight would be off by a scale"
 _BY_TENSOR = "which weights are quantised is read from the tensors"
+_ORDER = "the order in which codes are packed"
 _HOW_MADE = "how the weights were quantised"
 _HOW_RUN = "how another program runs them"
 _MADE = ("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "dataset", "tokenizer",
          "batch_size", "block_name_to_quantize", "cache_block_outputs", "modules_in_block_to_quantize",
          "module_name_preceding_first_block", "model_seqlen", "pad_token_id", "model_name_or_path", "model_file_base_name",
          "cache_examples_on_gpu", "quantizer", "act_group_aware", "hyb_act", "meta", "offload_to_disk", "gptaq",
-         "gptaq_alpha", "failsafe")
+         "gptaq_alpha", "failsafe",
+         # of AutoRound
+         "amp", "autoround_version", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
+         "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "nsamples", "provider",
+         "quant_block_list", "scale_dtype", "seqlen", "supported_types", "to_quant_block_names", "act_data_type",
+         "act_dynamic", "act_group_size", "act_sym")
 _RUN = ("use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "max_input_length", "backend", "do_fuse",
         "fuse_max_seq_len", "modules_to_fuse")
 
@@ -43,8 +49,11 @@ class Int4Scheme:
 
 
 def awq(keys: KeyReader) -> Int4Scheme:
-    keys.require("version", ("gemm", "GEMM"), "the order in which codes are packed")
+    for key in ("version", *FORM_KEYS):
+        keys.require(key, ("gemm", "GEMM"), _ORDER)
     keys.require("zero_point", (True,), "AWQ stores zeros")
+    keys.ignore("sym", "zeros are read from the tensors")
+    keys.ignore("desc_act", "AWQ reorders no columns")
     keys.require("backend", ("autoawq",), "whose order of packing")
     keys.ignore("modules_to_not_convert", _BY_TENSOR)
     return _scheme(keys, "awq")
@@ -61,14 +70,8 @@ def gptq(keys: KeyReader) -> Int4Scheme:
         raise ConfigError(f"{keys.file}: {' and '.join(f'{keys.prefix}{key} = {keys.data[key]!r}' for key in FORM_KEYS)} "
                           f"contradict each other: {ZEROS_DIFFER}; keep the key of the program that wrote the tensors")
     (form,) = forms
-    keys.require("is_marlin_format", (False,), "the order in which codes are packed")
-    keys.require("pack_dtype", ("int32",), "the order in which codes are packed")
+    keys.require("is_marlin_format", (False,), _ORDER)
     symmetric, reordered = keys.take("sym", None, bool), keys.flag("desc_act")
-    keys.ignore("lm_head", _BY_TENSOR)
-    for module, settings in keys.take("dynamic", {}, dict).items():
-        if not module.startswith("-:"):         # those name layers that are not quantised
-            raise ConfigError(f"{keys.file}: {keys.prefix}dynamic gives {module!r} settings of its own "
-                              f"({shorten(settings)}), which is not supported: all quantised layers must be alike")
     return replace(_scheme(keys, "gptq"), zero_offset=0 if form == SECOND_FORM else 1, symmetric=symmetric or None,
                    reordered=reordered)
 
@@ -97,7 +100,8 @@ def _packed_group(group: KeyReader, weights: KeyReader) -> Int4Scheme:
     weights.require("strategy", ("group", "channel"), "how far a scale reaches")
     symmetric, reordered = weights.flag("symmetric", True), weights.take("actorder", None) in ("group", "dynamic", True)
     weights.require("block_structure", ((),), "scales of groups")
-    size = _group_size(weights) if weights.data.get("strategy") == "group" else WHOLE_COLUMN
+    strategy = weights.data.get("strategy") or ("group" if "group_size" in weights else "channel")
+    size = _group_size(weights) if strategy == "group" else WHOLE_COLUMN
     weights.ignore("group_size", "a scale reaches over all input features")
     weights.finish()
     return Int4Scheme("compressed", size, symmetric=symmetric, reordered=reordered)
@@ -114,6 +118,14 @@ def _group_size(keys: KeyReader) -> int:
 def _scheme(keys: KeyReader, method: str) -> Int4Scheme:
     keys.take("bits")
     keys.require("bits", (4,), f"of {method}, 4-bit weights are read")
+    keys.require("data_type", ("int",), "4-bit codes are integers")
+    keys.require("act_bits", (16, 32), "activations are not quantised")
+    keys.require("pack_dtype", ("int32",), _ORDER)
+    keys.ignore("lm_head", _BY_TENSOR)
+    for module, settings in keys.take("dynamic", {}, dict).items():
+        if not module.startswith("-:"):         # those name layers that are not quantised
+            raise ConfigError(f"{keys.file}: {keys.prefix}dynamic gives {module!r} settings of its own "
+                              f"({shorten(settings)}), which is not supported: all quantised layers must be alike")
     group = _group_size(keys)
     for key in _MADE:
         keys.ignore(key, _HOW_MADE)

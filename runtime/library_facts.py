@@ -52,6 +52,9 @@ def check_library(facts: str, entry: TargetEntry, info: ModelInfo, writer: str) 
     for a model with `info`. `writer`: the relaxpack that built it."""
     functions = declared(facts)
     for function, expected in STEP_INPUTS[entry.target.kind].items():
+        if functions and function in entry.functions and function not in functions:
+            raise LibraryDiffers(f"manifest.json says that {entry.target.name} has {function}, and the library has no such "
+                                 f"function: {_ADVICE}")
         tensors = functions.get(function, {}) if function in entry.functions else {}
         names = [name for name in tensors if name not in (RESULT, PARAMETERS)]
         if names and names != list(expected):

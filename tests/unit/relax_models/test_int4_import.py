@@ -191,6 +191,10 @@ def test_what_the_build_makes_of_it(tmp_path: Path) -> None:
     ("gptq", {"is_marlin_format": True}, ["is_marlin_format"]),
     ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, ["dynamic", "+:.*down.*"]),
     ("gptq", {"surprise": 1}, ["quantization_config.surprise", "unknown key"]),
+    ("awq", {"checkpoint_format": "gemv"}, ["checkpoint_format", "'gemv'", "'gemm'"]),
+    ("awq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, ["dynamic", "+:.*down.*"]),
+    ("gptq", {"data_type": "mx_fp"}, ["data_type = 'mx_fp'"]),
+    ("gptq", {"act_bits": 8}, ["act_bits = 8"]),
 ])
 def test_schemes_that_are_refused(tmp_path: Path, kind: str, keys: dict[str, Any], words: list[str]) -> None:
     write_int4_checkpoint(tmp_path / "m", kind, **SIZES)
@@ -199,6 +203,32 @@ def test_schemes_that_are_refused(tmp_path: Path, kind: str, keys: dict[str, Any
         open_checkpoint(tmp_path / "m")
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "keys"), [
+    ("awq", {"checkpoint_format": "gemm", "format": "gemm", "desc_act": True, "sym": False, "lm_head": False,
+             "dynamic": None, "pack_dtype": "int32", "meta": {"quantizer": ["gptqmodel:5.6.12"]}}),
+    ("gptq", {"act_bits": 16, "act_data_type": "int", "act_dynamic": True, "act_group_size": 128, "act_sym": True,
+              "amp": True, "autoround_version": "0.5.1", "batch_size": 8, "data_type": "int", "enable_minmax_tuning": True,
+              "enable_norm_bias_tuning": False, "enable_quanted_input": True, "gradient_accumulate_steps": 1, "iters": 1000,
+              "low_gpu_mem_usage": True, "lr": 0.001, "minmax_lr": 0.001, "nsamples": 512, "scale_dtype": "torch.float16",
+              "seqlen": 2048, "super_bits": None, "super_group_size": None, "to_quant_block_names": None,
+              "provider": "auto-round"}),
+])
+def test_keys_of_gptqmodel_and_autoround(tmp_path: Path, kind: str, keys: dict[str, Any]) -> None:
+    plain, _ = write_int4_checkpoint(tmp_path / "m", kind, **SIZES)
+    configure(tmp_path / "m", **keys)
+    value = open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight")
+    assert isinstance(value, QuantizedTensor)
+    np.testing.assert_array_equal(value.dequantize(), plain[f"{LAYER}.weight"])
+
+
+@pytest.mark.parametrize("group", [128, -1])
+def test_without_a_strategy_the_group_size_says_it(tmp_path: Path, group: int) -> None:
+    write_int4_checkpoint(tmp_path / "m", "compressed", group=group, **SIZES)
+    expected = open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight").scales
+    _set_weights(tmp_path / "m", {**_weights(tmp_path / "m"), "strategy": None})
+    np.testing.assert_array_equal(open_checkpoint(tmp_path / "m").read(f"{LAYER}.weight").scales, expected)
 
 
 @pytest.mark.parametrize("keys", [{"checkpoint_format": "gptq", "format": "gptq_v2"},

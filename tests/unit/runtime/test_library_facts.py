@@ -87,3 +87,11 @@ def test_other_inputs_are_another_step_interface() -> None:
 def test_functions_that_are_not_exported_do_not_count() -> None:
     entry = replace(CPU, functions=("embed",))
     check_library(facts(CPU, decode=("x",)), entry, INFO, "0.1.0")
+
+
+def test_functions_that_the_library_lacks() -> None:
+    """Else the first request would find out, and every one after it."""
+    entry = replace(CPU, functions=("decode", "embed", "prefill"))
+    check_library(facts(entry), entry, INFO, "0.1.0")
+    with pytest.raises(LibraryDiffers, match="says that cpu:x86-64-v3 has embed, and the library has no such function: "):
+        check_library(facts(entry).replace("fn=embed,", "fn=other,"), entry, INFO, "0.1.0")
