@@ -88,7 +88,7 @@ class Workload:
         """Of the parametrised kernel; "" where there is none."""
         try:
             told = json.loads(self.text) if self.kind == "kernel" else {}
-        except ValueError:
+        except (ValueError, RecursionError):        # somebody else's record may hold any text
             return ""
         return str(told.get("family", "")) if isinstance(told, dict) else ""
 

@@ -50,8 +50,8 @@ def serve(bundle: str, host: str, port: int, api_keys: tuple[str, ...], names: t
           request_timeout: float, drain_timeout: float, allow_origins: tuple[str, ...], log_level: str) -> None:
     """Serve BUNDLE over HTTP: OpenAI's API under /v1, a chat page at /, Prometheus at /metrics.
 
-    On a GPU every CUDA graph is captured first; /health answers when that is done. Ends on SIGTERM or Ctrl-C after running
-    answers are finished.
+    On a GPU every CUDA graph is captured first; /health answers when that is done. Ends on SIGTERM, SIGHUP or Ctrl-C after
+    running answers are finished.
     """
     existing_bundle(bundle)
     keys = _keys(api_keys)

@@ -48,6 +48,8 @@ def stoppable(numbers: Sequence[signal.Signals] = ENDING) -> Iterator[Callable[[
         if seen is not None:
             raise seen from None
         raise
+    else:
+        check()             # swallowed
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

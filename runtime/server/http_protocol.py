@@ -76,8 +76,8 @@ def protocol_with(limits: Limits) -> type[H11Protocol]:
 
 
 class DrainingServer(uvicorn.Server):
-    """On SIGTERM or SIGINT: no new connections; running answers may finish; what is left after `drain_seconds` is aborted by
-    `abort` and told so. A second SIGINT ends at once. Ends with exit code 0."""
+    """On SIGTERM, SIGHUP or SIGINT: no new connections; running answers may finish; what is left after `drain_seconds` is
+    aborted by `abort` and told so. A second SIGINT ends at once. Ends with exit code 0."""
 
     def __init__(self, app: Any, limits: Limits, *, on_drain: Callable[[], None], abort: Callable[[], None],
                  on_ready: Callable[[], None] = lambda: None, **options: Any) -> None:
@@ -110,7 +110,11 @@ class DrainingServer(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        # A terminal that closes says SIGHUP, where nohup does not keep it away: an exception amid requests would end none.
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
         try:
             yield
         finally:

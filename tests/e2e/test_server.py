@@ -212,7 +212,8 @@ def test_relaxpack_chat_talks_to_it(served):
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
-def test_sigterm_lets_an_answer_finish_and_keeps_the_prefixes(smollm2_bundle, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_an_answer_finish_and_keeps_the_prefixes(smollm2_bundle, tmp_path, number):
     """A stream that runs when the signal comes ends as it would have; the next server starts with the cached prefix."""
     first = serve(smollm2_bundle, "--prefix-store", str(tmp_path), "--drain-timeout", str(PATIENCE))
     words = "Tell me about compilers, interpreters and linkers. " * 12
@@ -222,7 +223,7 @@ def test_sigterm_lets_an_answer_finish_and_keeps_the_prefixes(smollm2_bundle, tm
     with httpx.stream("POST", f"{first.url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
-        first.process.send_signal(signal.SIGTERM)
+        first.process.send_signal(number)
         events = [line for line in lines if line]
     assert events[-1] == "data: [DONE]" and json.loads(events[-2][6:])["usage"]["completion_tokens"] == 60
     assert exit_code(first) == 0 and any("pages saved" in line for line in first.log)

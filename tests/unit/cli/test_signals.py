@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -39,6 +40,11 @@ def test_an_error_that_a_signal_has_become_is_the_signal() -> None:
             with pytest.raises(Stopped):
                 check()
             raise RuntimeError("of a pass") from None
+
+
+def test_a_signal_that_was_swallowed_comes_at_the_end() -> None:
+    with pytest.raises(Stopped), stoppable(), contextlib.suppress(Stopped):
+        kill(signal.SIGTERM)
 
 
 def test_errors_without_a_signal_are_themselves() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
 from relaxpack.dist import host
@@ -61,3 +63,10 @@ def test_every_family_of_kernels_has_a_generation_of_its_own(monkeypatch: pytest
     assert [other_compiler(one) for one in made] == ["kernels 5 here, 1 there", ""]
     assert for_workload(COMPILER, norm) == {**COMPILER, "kernels": 5} and for_workload(COMPILER, linear) == COMPILER
     assert for_workload(COMPILER, Workload.kernel("something", {})) == COMPILER
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "no JSON", '{"family": ["cpu.norm"]}'])
+def test_a_strange_workload_is_of_no_family_that_has_a_generation(text: str) -> None:
+    """Whoever may push records would else make every listing fail."""
+    workload = Workload("kernel", "x", hashlib.sha256(text.encode()).hexdigest(), text)
+    assert for_workload({"kernels": 7}, workload) == {"kernels": 7}
