@@ -98,7 +98,7 @@ def load_prefixes(engine: Engine, folder: Path, model_key: str) -> StoreReport:
             stored = json.loads(metadata["entries"])
             entries = [_entry(e, engine.runner.page_size) for e in stored]
             return _fill(engine, access, path, entries, [str(e["sha256"]) for e in stored], file.get_tensor("pages"))
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         return StoreReport(0, f"{path} is damaged: {error}")
 
 

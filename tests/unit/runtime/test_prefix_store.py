@@ -99,6 +99,16 @@ def _flip_digest(path):
     save_file(tensors, path, metadata)
 
 
+def _enlarge_token(path):
+    metadata, tensors = _metadata(path), load_file(path)
+    metadata["entries"] = metadata["entries"].replace('"token_ids": [', f'"token_ids": [{10 ** 30}, ', 1)
+    save_file(tensors, path, metadata)
+
+
+def _nest_entries(path):
+    save_file(load_file(path), path, {**_metadata(path), "entries": "[" * 100_000})
+
+
 def _shorten_pages(path):
     metadata, tensors = _metadata(path), load_file(path)
     save_file({"pages": np.ascontiguousarray(tensors["pages"][:-1])}, path, metadata)
@@ -109,8 +119,10 @@ def _shorten_pages(path):
     lambda path: path.write_bytes(path.read_bytes()[:-100]),
     lambda path: path.write_bytes(b"\xff" * 100),
     _flip_digest,
+    _enlarge_token,
+    _nest_entries,
     _shorten_pages,
-], ids=["empty", "cut", "noise", "wrong digest", "fewer pages"])
+], ids=["empty", "cut", "noise", "wrong digest", "huge token", "nested entries", "fewer pages"])
 def test_a_damaged_store_is_reported_and_nothing_is_loaded(saved, damage):
     damage(saved / FILE_NAME)
     engine = Engine(FakeRunner())
