@@ -188,7 +188,7 @@ class ChatTemplate:
             raise RequestError(str(error), param="messages") from error
         except jinja2.sandbox.SecurityError as error:
             raise TokenizerError(f"chat template {picked!r} does what is forbidden: {error}") from error
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise RequestError(f"the chat template cannot render these messages: {error}",
                                param="messages") from error
 
@@ -299,7 +299,7 @@ def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         return dict(call)
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"arguments of tool call {function.get('name')!r} are not JSON: {error}",
                            param="messages") from error
     return {**call, "function": {**function, "arguments": arguments}}

@@ -78,7 +78,7 @@ class Conversation(ABC):
             document = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(f"cannot load {path}: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{path} is not a saved conversation: {error}") from error
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise UsageError(f"{path} is not a saved conversation: it lacks \"format\": \"{FORMAT}\"")

@@ -250,7 +250,7 @@ class _Call:
         self.done = True
         try:
             value = json.loads(self.text)
-        except ValueError:
+        except (ValueError, RecursionError):
             self.failed = not self.announced
             return
         if self.name_before is None and not isinstance(_function(value).get("name"), str):

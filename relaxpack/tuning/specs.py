@@ -25,7 +25,7 @@ def family_and_spec(workload: Workload) -> tuple[str, Any]:
         if "attention" in fields:
             return family, FusedAttentionSpec(AttentionSpec(**fields["attention"]), fields["rows"])
         return family, kind(**fields)
-    except (ValueError, KeyError, TypeError, StopIteration, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, StopIteration, AttributeError, RecursionError) as error:
         raise DamagedRecordError(f"workload {workload.name}: its text does not describe a kernel "
                                  f"({type(error).__name__}: {error})") from None
 

@@ -118,8 +118,8 @@ def test_system_message_can_be_folded_into_the_first_user_turn():
 def test_bad_messages_are_refused():
     for messages, word in [([], "empty"), ([{"content": "x"}], "role"), ([{"role": "user", "content": 3}], "string"),
                            ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
-                           ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-                            "not JSON")]:
+                           *[([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}],
+                              "not JSON") for text in ("{", "[" * 100_000)]]:
         with pytest.raises(RequestError, match=word):
             template(CHATML).render(messages)
 
@@ -239,3 +239,13 @@ def test_ordinary_conversations_encode_as_transformers_does(make):
             assert chat.encode(messages) == chat.encode(messages, special_in_content=True)
 
     check()
+
+
+def test_arguments_too_deep_to_be_written_are_a_request_error():
+    for depth in range(600, 1000, 2):       # some may be read but not written
+        call = {"function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
+        try:
+            template("{{ messages[0].tool_calls[0].function.arguments | tojson }}").render(
+                [{"role": "assistant", "tool_calls": [call]}])
+        except RequestError as error:
+            assert "recursion" in str(error) and depth > 600

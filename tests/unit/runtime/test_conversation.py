@@ -159,7 +159,8 @@ def test_save_and_load(tmp_path):
 
 
 @pytest.mark.parametrize("content, words", [
-    ("{", "not a saved"), ("[]", "lacks"), ('{"format": "relaxpack-chat", "version": 9}', "version 9"),
+    ("{", "not a saved"), ("[" * 100_000, "not a saved"), ("[]", "lacks"),
+    ('{"format": "relaxpack-chat", "version": 9}', "version 9"),
     (json.dumps({"format": "relaxpack-chat", "version": 1, "messages": [{"role": "root", "content": "x"}]}), "role"),
     (json.dumps({"format": "relaxpack-chat", "version": 1, "messages": [{"role": "user", "content": 1}]}), "content")])
 def test_foreign_files_are_refused_and_change_nothing(tmp_path, content, words):

@@ -106,3 +106,9 @@ def test_any_split_gives_the_same(case, sizes):
     ('{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}', "llama3")])
 def test_format_is_read_off_the_template(template, form):
     assert detect_format(template) == form
+
+
+def test_nesting_without_end_is_no_call() -> None:
+    deep = "[" * 5000 + "]" * 5000
+    for text in (f"<tool_call>{deep}</tool_call>", f'<tool_call>{{"x": {deep}}}</tool_call>'):
+        assert parse_tool_calls(text, "hermes") == (text, [])

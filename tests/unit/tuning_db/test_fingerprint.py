@@ -7,11 +7,12 @@ import hashlib
 import pytest
 
 from relaxpack.dist import host
-from relaxpack.errors import EnvironmentProblem
+from relaxpack.errors import DamagedRecordError, EnvironmentProblem
 from relaxpack.fingerprint import described, difference, other_compiler, target_fingerprint
 from relaxpack.kernel_generations import GENERATIONS, for_workload
 from relaxpack.target import TargetSpec, parse_target
 from relaxpack.tuning.candidates import families_for
+from relaxpack.tuning.specs import family_and_spec
 from relaxpack.tuning_record import TARGET_FACTS, Workload, digest
 from tests.helpers.tuning_records import COMPILER, CPU, SM_80, SM_90, record
 
@@ -70,3 +71,5 @@ def test_a_strange_workload_is_of_no_family_that_has_a_generation(text: str) -> 
     """Whoever may push records would else make every listing fail."""
     workload = Workload("kernel", "x", hashlib.sha256(text.encode()).hexdigest(), text)
     assert for_workload({"kernels": 7}, workload) == {"kernels": 7}
+    with pytest.raises(DamagedRecordError, match="does not describe a kernel"):
+        family_and_spec(workload)
