@@ -21,6 +21,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 CACHE = Path(tempfile.gettempdir()) / f"cuda_emulator_{os.getuid()}"
+FLAGS = ("-std=c++17", "-O1", "-fno-strict-aliasing", "-mf16c", "-mavx2", "-fPIC", "-w")
 
 # mnemonic pattern → C++ statement; %o and %i are the output and input expressions in order
 RULES: list[tuple[str, Any]] = [
@@ -160,6 +161,28 @@ class TensorMap(ctypes.Structure):
                          (ctypes.c_int64 * 5)(element, *strides), (ctypes.c_int64 * 5)(*box), swizzle)
 
 
+def _emulator() -> Path:
+    """A folder for kernels with the emulator in it: its object, and its header precompiled. Without them, four fifths of
+    what g++ does for a kernel would be the emulator again."""
+    header, code = HERE / "cuda_emulator.h", HERE / "cuda_emulator.cc"
+    key = hashlib.sha256(header.read_bytes() + code.read_bytes() + repr(FLAGS).encode()).hexdigest()
+    folder = CACHE / key[:24]
+    folder.mkdir(parents=True, exist_ok=True)
+    _compile(folder / "cuda_emulator.h.gch", "-x", "c++-header", header)       # found as it is the first -I of a kernel
+    _compile(folder / "emulator.o", "-c", code)
+    return folder
+
+
+def _compile(made: Path, *arguments: str | Path, source: str = "") -> None:
+    """By g++ unless it is there; `source` is its standard input. Beside its place and then renamed: another test process
+    may look for it, and this one may be killed."""
+    if not made.exists():
+        with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+            beside = Path(folder) / made.name
+            subprocess.run(["g++", *FLAGS, *arguments, "-o", beside], input=source, text=True, check=True)
+            beside.replace(made)
+
+
 class EmulatedModule:
     """Kernels of one generated CUDA source, callable with NumPy arrays."""
 
@@ -186,18 +209,10 @@ class EmulatedModule:
                    "  if ((uintptr_t)p % 16) { fprintf(stderr, \"16-byte load not aligned\\n\"); abort(); }\n"
                    "  const V* q = (const V*)p; a = q[0]; b = q[1]; c = q[2]; d = q[3]; }\n")
         text = prelude + body + "\n" + "\n".join(wrappers) + "\n"
-        key = hashlib.sha256((text + (HERE / "cuda_emulator.h").read_text()
-                              + (HERE / "cuda_emulator.cc").read_text()).encode()).hexdigest()[:24]
-        CACHE.mkdir(exist_ok=True)
-        library = CACHE / f"{key}.so"
-        if not library.exists():
-            # Beside its place and then renamed: another test process may look for it, and this one may be killed.
-            with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-                cc, made = Path(folder) / "kernels.cc", Path(folder) / "kernels.so"
-                cc.write_text(text)
-                subprocess.run(["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-mf16c", "-mavx2", "-fPIC", "-shared",
-                                "-w", f"-I{HERE}", cc, HERE / "cuda_emulator.cc", "-o", made], check=True)
-                made.replace(library)
+        emulator = _emulator()
+        library = emulator / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
+        _compile(library, "-shared", f"-I{emulator}", f"-I{HERE}", "-x", "c++", "-", "-x", "none", emulator / "emulator.o",
+                 source=text)
         self._library = ctypes.CDLL(str(library))
 
     def run(self, kernel: str, grid: tuple[int, ...], threads: int, cluster: int = 1, late: Collection[str] = (),
