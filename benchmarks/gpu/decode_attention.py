@@ -5,10 +5,10 @@
 
 Every kernel against float64 first. `shared`: rope_append and attention of one layer, pages rotated beyond L2, with the
 shared keys read once and without. `chain`: between the matmuls of 32 layers, as in fused_attention.py. `coverage`:
-attention alone beside torch's SDPA and a plain read. `long`: one sequence of 32768 keys alone, the variants in turn. Of a
-kernel `spread.MODEL.ROWS@VARIANT`, `c` is a merge of as few blocks as there may be cuts, `e` as many blocks as divide the
-tiles of one long sequence, `1c`, `2c` and `3c` so many blocks a multiprocessor; `h` reads shared keys by wgmma (`h8`: 8
-blocks share them), `hc` does both.
+attention alone beside torch's SDPA and a plain read. `long`: one sequence of 32768 keys alone, the variants in turn. A
+kernel `spread.MODEL.ROWS@VARIANT` is the rule but for this: `c` a merge of as few blocks as there may be cuts, `n` one of
+as many blocks as stage one, `e` as many blocks as divide the tiles of one long sequence (`ec`: both); `h` reads shared keys
+by wgmma (`h8`: 8 blocks share them), `2` without.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from benchmarks.gpu.fused_attention import HIDDEN, Bench
 
 # rows, shared keys, own keys
 SHARED = ((32, 8192, 512), (32, 0, 512), (8, 2048, 512), (32, 1024, 256), (64, 4096, 512), (16, 16384, 256),
-          (128, 2048, 256))
+          (128, 2048, 256), (4, 8192, 512), (8, 8192, 512))
 CHAIN = ((8, "ragged"), (1, 32768), (32, "ragged"), (1, 8192), (16, 8192), (8, 2048), (2, 16384), (4, 8192), (1, 512),
          (32, 512), (8, 512))
 BUCKETS = tuple(sorted({rows for rows, _ in CHAIN}))
 MOST = 24                 # calls in a graph, at least: its launch counts little then
-VARIANTS = {1: ("c", "e", "ec", "1c", "2c", "3c"), 8: ("c", "ec")}          # by bucket; of the others `c`
+VARIANTS = {1: ("n", "ec"), 4: ("n", "ec"), 8: ("c", "e", "ec")}            # by bucket
 LONG = ((1, 32768), (1, 16384), (1, 8192), (4, 32768))
 COVERAGE = ((1, 512), (16, 8192), (1, 32768))
 
@@ -41,11 +41,19 @@ def varied(spec: Any, tuning: Any) -> dict[str, Any]:
     """What may be better than a tuning of the split and its merge, by label."""
     from relaxpack.schedules.kernels.cuda.attention_decode_tuning import shared_bytes
     even, compact = 1 << tuning.blocks.bit_length() - 1, dataclasses.replace(tuning, compact=True)
-    found = {"c": compact, "e": dataclasses.replace(tuning, blocks=even), "ec": dataclasses.replace(compact, blocks=even),
-             **{f"{n}c": dataclasses.replace(compact, warps=8 if n == 1 else 4, blocks=132 * n) for n in (1, 2, 3)}}
-    return {label: one for label, one in found.items()
-            if next(k for k, v in found.items() if v == one) == label            # not the same twice
+    found = {"n": dataclasses.replace(tuning, compact=False), "c": compact,
+             "e": dataclasses.replace(tuning, compact=False, blocks=even), "ec": dataclasses.replace(compact, blocks=even)}
+    return {label: one for label, one in found.items() if one != tuning
             and -(-one.blocks // 132) * (shared_bytes(spec, one) + 1024) <= 228 * 1024}
+
+
+def varied_prefix(spec: Any, rows: int) -> dict[str, Any]:
+    """The same of what reads the shared keys."""
+    from relaxpack.schedules.kernels.cuda.attention_prefix import prefix_tuning
+    from relaxpack.schedules.kernels.cuda.attention_prefix_hopper import HopperPrefixTuning, hopper_prefix_tuning
+    if hopper_prefix_tuning(spec, rows, "sm_90a") is None:
+        return {"h": HopperPrefixTuning(16)}
+    return {"2": prefix_tuning(spec, rows, "sm_90a"), **({"h8": HopperPrefixTuning(8)} if rows in (8, 32) else {})}
 
 
 def coverage_specs(spec: Any) -> dict[str, Any]:
@@ -59,7 +67,6 @@ def build(folder: Path, only: str) -> None:
     from relaxpack.kernel_spec import LinearSpec
     from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention, spread_attention
     from relaxpack.schedules.kernels.cuda.attention_decode_tuning import spread_tuning
-    from relaxpack.schedules.kernels.cuda.attention_prefix_hopper import hopper_prefix_tuning
     from relaxpack.schedules.kernels.cuda.linear import linear
     from relaxpack.schedules.kernels.cuda.rope_append import rope_append
     from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
@@ -73,16 +80,11 @@ def build(folder: Path, only: str) -> None:
         for rows in sorted({1, *BUCKETS, *(rows for rows, _, _ in SHARED)}):
             kernels[f"spread.{model}.{rows}"] = spec, spread_attention(spec, rows)
             for variant, tuning in varied(spec, spread_tuning(spec, rows, "sm_90a")).items():
-                if variant in VARIANTS.get(rows, ("c",)):
+                if variant in VARIANTS.get(rows, ()):
                     kernels[f"spread.{model}.{rows}@{variant}"] = spec, spread_attention(spec, rows, tuning=tuning)
         for rows in sorted({rows for rows, _, _ in SHARED}):
-            compact = dataclasses.replace(spread_tuning(spec, rows, "sm_90a"), compact=True)
-            prefix = hopper_prefix_tuning(spec, rows)
-            halved = dataclasses.replace(prefix, splits=8)
-            for variant, options in {"h": {"prefix": prefix}, "hc": {"prefix": prefix, "tuning": compact},
-                                     "h8": {"prefix": halved}}.items():
-                if variant == "h" or rows == 32:
-                    kernels[f"spread.{model}.{rows}@{variant}"] = spec, spread_attention(spec, rows, **options)
+            for variant, prefix in varied_prefix(spec, rows).items():
+                kernels[f"spread.{model}.{rows}@{variant}"] = spec, spread_attention(spec, rows, prefix=prefix)
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         for rows in BUCKETS:
             kernels[f"fused.{model}.{rows}"] = spec, rope_append_attention(spec, rows)

@@ -33,11 +33,10 @@ FUSED: dict[int, tuple[Variant, ...]] = {
 }
 # one by one: warps, stages, blocks a multiprocessor, key tiles
 SPLIT: tuple[Variant, ...] = ((8, 3, 2, 1),)
-ROWS: tuple[Variant, ...] = ((4, 2, 64), (8, 1, 64))                     # prefill: warps, row tiles, keys
+ROWS: tuple[Variant, ...] = ((4, 2, 32), (8, 1, 64))                     # prefill by mma.sync: warps, row tiles, keys
 # prefill by wgmma, e4m3 tiles converted in shared memory: consumers, keys, stages, tiles of queries, tiles to be converted
 HOPPER: dict[str, tuple[Variant, ...]] = {
-    "8b": ((2, 128, 2, 2, 2), (2, 128, 2, 1, 4), (2, 64, 2, 2, 4), (2, 64, 3, 2, 4)),
-    "1b": ((2, 128, 2, 2, 4), (3, 96, 2, 1, 4), (2, 128, 3, 2, 4)), "8b_p64": ((2, 128, 2, 2, 2),)}
+    "8b": ((2, 128, 2, 1, 4),), "1b": ((2, 128, 2, 2, 4), (3, 96, 2, 1, 4))}
 LARGEST = 24e9                                                           # bytes of pages of one case
 
 
@@ -61,8 +60,7 @@ def hopper_tuning(variant: Variant) -> Any:
 def build(folder: Path, variants: bool, prefill: bool, only: str = "") -> None:
     from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention
     from relaxpack.schedules.kernels.cuda.attention_decode_tuning import DecodeTuning
-    from relaxpack.schedules.kernels.cuda.attention_prefill import PrefillTuning, prefill_attention
-    from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import default_tuning, fits
+    from relaxpack.schedules.kernels.cuda.attention_prefill import PrefillTuning, default_tuning, prefill_attention
     from relaxpack.schedules.kernels.cuda.rope_append import rope_append
     from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
     from relaxpack.schedules.kernels.cuda.rope_append_attention_tuning import FusedTuning, reserve
@@ -70,7 +68,8 @@ def build(folder: Path, variants: bool, prefill: bool, only: str = "") -> None:
 
     kernels: dict[str, tuple[Any, Any]] = {}
     models = {"8b": builds.LLAMA_8B, "1b": builds.LLAMA_1B,
-              "8b_p64": dataclasses.replace(builds.LLAMA_8B_64, max_position=32768)}
+              "8b_p64": dataclasses.replace(builds.LLAMA_8B_64, max_position=32768),
+              "h256": builds.spec(16, 8, 256, 16, 2048)}
     for model, wide in models.items():
         for kv, spec in (("bf16", wide), ("fp8", dataclasses.replace(wide, kv_dtype=FP8))):
             kernels[f"decode.{model}.{kv}"] = spec, decode_attention(spec)
@@ -78,7 +77,7 @@ def build(folder: Path, variants: bool, prefill: bool, only: str = "") -> None:
                 kernels[f"fused.{model}.{kv}@{rows}"] = spec, rope_append_attention(spec, rows)
             if prefill:
                 kernels[f"prefill.{model}.{kv}"] = spec, prefill_attention(spec)
-        if variants and model in ("8b", "1b"):
+        if variants and model != "8b_p64":
             for v in sorted({v for some in FUSED.values() for v in some}):
                 tuning = FusedTuning(*v[:4], reserve("sm_90a", v[4]) if v[4] else 0)
                 if tuning.shared_bytes(spec) <= 227 * 1024:
@@ -89,7 +88,7 @@ def build(folder: Path, variants: bool, prefill: bool, only: str = "") -> None:
             for v in ROWS if prefill else ():
                 name = f"prefill.{model}.fp8.{label('rows', v)}"
                 kernels[name] = spec, prefill_attention(spec, tuning=PrefillTuning(*v))
-        for v in HOPPER[model] if prefill else ():
+        for v in HOPPER.get(model, ()) if prefill else ():
             name = f"prefill.{model}.fp8.wgmma_{label('hopper', v)}"
             kernels[name] = spec, prefill_attention(spec, tuning=hopper_tuning(v))
     small = {"d64_norm": builds.spec(8, 2, 64, norm=1e-6), "d96_w": builds.spec(6, 2, 96, window=100),
@@ -104,8 +103,7 @@ def build(folder: Path, variants: bool, prefill: bool, only: str = "") -> None:
             kernels[f"fused.{name}.fp8.c{cluster}"] = spec, rope_append_attention(spec, 1, tuning=tuning)
         if prefill:
             kernels[f"prefill.{name}.fp8"] = spec, prefill_attention(spec)
-            if fits(spec, tuning := default_tuning(spec)):
-                kernels[f"prefill.{name}.fp8.wgmma"] = spec, prefill_attention(spec, tuning=tuning)
+            kernels[f"prefill.{name}.fp8.mma"] = spec, prefill_attention(spec, tuning=default_tuning(spec, "sm_90a"))
     begin = time.perf_counter()
     builds.build(folder, "sm_90a", kernels, only)
     print(f"up to {len(kernels)} kernels in {time.perf_counter() - begin:.0f} s")

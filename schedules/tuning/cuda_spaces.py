@@ -87,7 +87,7 @@ def _decode_attention(arch: str) -> KernelFamily:
 
 
 def _prefill_attention(arch: str) -> KernelFamily:
-    """Two kernels, told apart by their parameters: Hopper's has `consumers`. Over e4m3 pages either may be chosen."""
+    """Two kernels, told apart by their parameters: the portable one has `warps`. Over e4m3 pages either may be chosen."""
     def portable(spec: AttentionSpec) -> SearchSpace:
         default, limit = attention_prefill.default_tuning(spec, arch), decode_tuning.LIMITS[arch][0] * 1024
         return SearchSpace({"warps": (4, 8), "row_tiles": (1, 2), "keys": (16, 32, 64)}, asdict(default),
@@ -104,16 +104,17 @@ def _prefill_attention(arch: str) -> KernelFamily:
         return SearchSpace(values, chosen, lambda given: hopper.fits(spec, replace(default, **given)))
 
     def parts(spec: AttentionSpec) -> Sequence[Part]:
-        if arch == "sm_90a" and hopper.supported(spec):
-            return (Part(1, None, for_hopper(spec)),)
-        space = portable(spec)
-        if arch == "sm_90a" and hopper.fits(spec, hopper.default_tuning(spec)):
-            other = for_hopper(spec)
-            return (Part(1, None, ListedSpace((*space.all(), other.default, *other.all()), space.default)),)
-        return (Part(1, None, space),)
+        if arch != "sm_90a" or not hopper.supported(spec):
+            return (Part(1, None, portable(spec)),)
+        space, other = for_hopper(spec), portable(spec)
+        if not spec.fp8:
+            return (Part(1, None, space),)
+        return (Part(1, None, ListedSpace((*space.all(), other.default, *other.all()), space.default)),)
 
     def make(spec: AttentionSpec, given: Mapping[str, Any]) -> Kernel:
-        on_hopper = "consumers" in given or (arch == "sm_90a" and hopper.supported(spec))
+        if not given:                    # the rule may have another kernel for few tokens
+            return attention_prefill.prefill_attention(spec, arch)
+        on_hopper = arch == "sm_90a" and hopper.supported(spec) and not (spec.fp8 and "warps" in given)
         default = hopper.default_tuning(spec) if on_hopper else attention_prefill.default_tuning(spec, arch)
         return attention_prefill.prefill_attention(spec, arch, known_parameters(given, default))
 

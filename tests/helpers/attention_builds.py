@@ -19,7 +19,7 @@ from relaxpack.model_info import FP8
 from relaxpack.schedules.kernels.cuda.attention_decode import decode_attention, spread_attention
 from relaxpack.schedules.kernels.cuda.attention_prefill import default_tuning as mma_tuning
 from relaxpack.schedules.kernels.cuda.attention_prefill import prefill_attention
-from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import HopperTuning, fits
+from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import HopperTuning
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import default_tuning as hopper_tuning
 from relaxpack.schedules.kernels.cuda.rope_append import rope_append
 from relaxpack.schedules.kernels.cuda.rope_append_attention import rope_append_attention
@@ -54,10 +54,8 @@ def builds(tune: bool, mma: bool = True, arch: str = "sm_90a") -> dict[str, tupl
     for name, s in {**SMALL, **E4M3, "8b": LLAMA_8B, "1b": LLAMA_1B, "7b": QWEN_7B}.items():
         found[f"decode.{name}"] = s, decode_attention(s, arch)
         found[f"prefill.{name}"] = s, prefill_attention(s, arch)
-        if name in SMALL and mma:                                  # the version for other architectures, on this one
+        if name in {**SMALL, **E4M3} and mma:                      # the version for other architectures, on this one
             found[f"prefill.{name}@mma"] = s, prefill_attention(s, arch, mma_tuning(s, arch))
-        if name in E4M3 and arch == "sm_90a" and fits(s, hopper_tuning(s)):
-            found[f"prefill.{name}_wgmma"] = s, prefill_attention(s, arch, hopper_tuning(s))
     for name, s in (("8b", LLAMA_8B), ("norm", spec(8, 2, 128, norm=1e-6)), ("partial", spec(4, 2, 96, rotary_dim=32)),
                     ("f16", spec(4, 1, 64, 64, 160, "float16", rotary_dim=24)),
                     ("e4m3", replace(spec(8, 2, 128, norm=1e-6), kv_dtype=FP8))):

@@ -12,11 +12,13 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from relaxpack.kernel_generations import GENERATIONS
 from relaxpack.kernel_spec import AttentionSpec, FusedAttentionSpec, LinearSpec, NormSpec
+from relaxpack.model_info import FP8
 from relaxpack.target import parse_target
 from relaxpack.tuning.candidates import families_for
 from relaxpack.weight_format import FORMATS
@@ -49,6 +51,8 @@ def sample(family: str) -> Iterator[tuple[Any, Mapping[str, Any]]]:
             yield FusedAttentionSpec(ATTENTION, rows), RULE
     else:
         yield ATTENTION, RULE
+        if family == "cuda.prefill_attention":
+            yield replace(ATTENTION, kv_dtype=FP8), RULE
 
 
 def digest_of(family: str) -> str:

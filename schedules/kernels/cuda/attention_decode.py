@@ -21,6 +21,7 @@ from relaxpack.schedules.kernels.cuda.attention_prefix import (
 )
 from relaxpack.schedules.kernels.cuda.attention_prefix_hopper import (
     HopperPrefixTuning,
+    hopper_prefix_tuning,
     prefix_merge_function,
     prefix_parts_function,
 )
@@ -49,7 +50,7 @@ def spread_attention(spec: AttentionSpec, rows: int, arch: str = "sm_90a", tunin
     if rows == 1 and prefix is None:
         return Kernel(_split_and_merge(spec, tuning, arch, own + "_alone", shared=False),
                       source="rule:cuda.spread_attention", temporaries=_temporaries(spec, tuning))
-    prefix = prefix or prefix_tuning(spec, rows, arch)
+    prefix = prefix or hopper_prefix_tuning(spec, rows, arch) or prefix_tuning(spec, rows, arch)
     first, parts = (_prefix_of_parts(spec, prefix, name, early) if isinstance(prefix, HopperPrefixTuning)
                     else (_prefix(spec, prefix, name, early), {}))
     temporaries = {**parts, "prefix": (("t", spec.num_heads * spec.head_dim), "float32"),

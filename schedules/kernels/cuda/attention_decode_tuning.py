@@ -59,12 +59,21 @@ def spread_tuning(spec: AttentionSpec, rows: int, arch: str) -> DecodeTuning:
     if rows <= MANY_ROWS:            # two stages leave L1 to the matmuls beside it
         tuning = replace(tuning, stages=2)
         wide = replace(tuning, warps=8, blocks=count)
-        return wide if spec.head_dim * spec.kv_item_bytes <= 128 and multiprocessor_kb > 200 else tuning
+        if spec.head_dim * spec.kv_item_bytes <= 128 and multiprocessor_kb > 200:
+            return wide
+        return replace(tuning, compact=compacts(spec, rows))
     blocks = min(3, int(multiprocessor_kb / (shared_bytes(spec, tuning) / 1024 + 1)))
     return replace(tuning, blocks=count * blocks)
 
 
 MANY_ROWS = 8                      # beyond, matmuls are not gemm_rows and need no L1
+
+
+def compacts(spec: AttentionSpec, rows: int) -> bool:
+    """Whether stage two gains by having few blocks: there are so many otherwise, a block of stage one and a query head each,
+    that they come in waves, and so few (sequence, KV head) pairs that looking for their cuts takes no longer than these.
+    Measured for head_dim 128 (docs/kernels_cuda_attention.md)."""
+    return spec.head_dim == 128 and spec.num_heads >= 4 * spec.num_kv_heads and rows * spec.num_kv_heads <= 32
 
 
 def default_tuning(spec: AttentionSpec, arch: str) -> DecodeTuning:

@@ -53,9 +53,11 @@ class HopperTuning:
         return (40, 232) if self.consumers == 2 else (32, 160)
 
 
+NARROW = HopperTuning(raw_stages=4)         # for heads of 64
+
+
 def supported(spec: AttentionSpec) -> bool:
-    """Whether it is the rule for such pages. Those of e4m3 numbers have it on request only, until it is measured."""
-    return not spec.fp8 and fits(spec, default_tuning(spec))
+    return fits(spec, default_tuning(spec))
 
 
 def fits(spec: AttentionSpec, tuning: HopperTuning) -> bool:
@@ -71,15 +73,17 @@ def fits(spec: AttentionSpec, tuning: HopperTuning) -> bool:
 def default_tuning(spec: AttentionSpec) -> HopperTuning:
     if spec.head_dim == 256:
         return HopperTuning(keys=64, query_stages=1)
-    return HopperTuning(consumers=3 if spec.head_dim == 64 and not spec.fp8 else 2)
+    if spec.head_dim == 64 and spec.fp8:
+        wide = HopperTuning(consumers=3, keys=96, query_stages=1, raw_stages=4)
+        return wide if fits(spec, wide) else NARROW                  # no page of 64 tokens or more divides 96 keys
+    return HopperTuning(consumers=3 if spec.head_dim == 64 else 2)
 
 
 def default_for_few(spec: AttentionSpec) -> tuple[int, HopperTuning] | None:
     """Narrower tiles while they do not fill the multiprocessors once."""
-    narrow = HopperTuning()
-    if spec.head_dim != 64 or not fits(spec, narrow):
+    if spec.head_dim != 64 or not fits(spec, NARROW) or default_tuning(spec) == NARROW:
         return None
-    return narrow.blocks * narrow.rows // spec.num_heads, narrow
+    return NARROW.blocks * NARROW.rows // spec.num_heads, NARROW
 
 
 def shared_bytes(spec: AttentionSpec, tuning: HopperTuning) -> int:

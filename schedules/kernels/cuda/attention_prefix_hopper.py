@@ -27,10 +27,12 @@ from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_memory import (
     encode_maps,
 )
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import GROUP, HopperTuning, fits
-from relaxpack.schedules.kernels.cuda.attention_prefix import find_leader
+from relaxpack.schedules.kernels.cuda.attention_prefix import find_leader, shares_prefix
 from relaxpack.schedules.kernels.cuda.common import device
 from relaxpack.schedules.kernels.cuda.fragments import AWAIT, EXP2, NEG_BIG, RELEASE
 from tvm.script import tirx as T
+
+LEAST_QUERIES = 32          # of a KV head, of the 128 of a tile: fewer have not been measured
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,14 @@ class HopperPrefixTuning:
         return (rows + tokens - 1) // tokens
 
 
-def hopper_prefix_tuning(spec: AttentionSpec, rows: int) -> HopperPrefixTuning | None:
-    """As many blocks as an H200 has multiprocessors, where there is such a kernel. Not measured."""
+def hopper_prefix_tuning(spec: AttentionSpec, rows: int, arch: str) -> HopperPrefixTuning | None:
+    """As many blocks as an H200 has multiprocessors; None where there is no such kernel, or so few queries that most of a
+    tile would be empty: `attention_prefix.py` serves those."""
     keys = 64 if spec.head_dim == 256 else 128
     blocks = HopperPrefixTuning(1).tiles(spec, rows) * spec.num_kv_heads
     tuning = HopperPrefixTuning(max(1, min(16, 132 // blocks)), keys)
-    return tuning if not spec.fp8 and spec.window is None and fits(spec, tuning.roles) else None
+    few = rows * (spec.num_heads // spec.num_kv_heads) < LEAST_QUERIES
+    return tuning if arch == "sm_90a" and not few and shares_prefix(spec, arch) and fits(spec, tuning.roles) else None
 
 
 def prefix_parts_function(spec: AttentionSpec, tuning: HopperPrefixTuning) -> Any:

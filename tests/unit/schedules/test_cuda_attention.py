@@ -80,6 +80,7 @@ def decode_error(s: AttentionSpec, lengths: list[int], tuning: DecodeTuning, mag
 
 
 def prefill_error(s: AttentionSpec, queries: list[int], cached: list[int], tuning: Any, magnitude: float = 1.0) -> float:
+    tuning = tuning or attention_prefill_hopper_tuning.default_tuning(s)
     case = make_case(s, [a + b for a, b in zip(queries, cached, strict=True)], queries, magnitude=magnitude)
     y = np.full_like(case.q, NAN_BITS[s.activation_dtype])
     t = sum(queries)
@@ -134,7 +135,7 @@ def test_decode_attention_equals_float64(s: AttentionSpec, lengths: list[int], t
      HopperTuning(consumers=3, blocks=5), 1.0),                                              # 27 tokens of 7 heads a tile
     (spec(1, 1, 256, 8, "float16"), [3, 70], [0, 200], HopperTuning(keys=64, query_stages=1), 5.0),
     (spec(2, 1, 64, 256), [150, 300], [173, 0], HopperTuning(keys=64, packed=False, blocks=0, ping_pong=False), 1.0),
-    # e4m3 pages, converted in shared memory: every head_dim (rows of 64, 128 and 256 bytes), both dtypes
+    # e4m3 pages, converted in shared memory: every head_dim (rows of 64, 128 and 256 bytes), both dtypes. None: the rule's
     (spec(8, 2, 128, kv=FP8), [1, 17, 130], [0, 5, 370], HopperTuning(blocks=3), 1.0),
     (spec(7, 1, 64, window=50, kv=FP8), [100, 0, 20] + [2] * 40, [390, 0, 80] + [3] * 40,
      HopperTuning(blocks=5, raw_stages=3), 1.0),
@@ -143,6 +144,10 @@ def test_decode_attention_equals_float64(s: AttentionSpec, lengths: list[int], t
      HopperTuning(keys=64, packed=False, blocks=0, ping_pong=False, raw_stages=1), 1e-2),      # most are subnormal
     (spec(4, 1, 64, dtype="float16", kv=FP8), [200, 33], [31, 150],
      HopperTuning(consumers=3, keys=96, query_stages=1, raw_stages=4, blocks=2), 1e-2),
+    (spec(16, 2, kv=FP8), [1, 95, 0, 97, 130], [0, 1, 16, 95, 300], None, 1.0),             # 3 consumers, tiles of 96 keys
+    (spec(8, 2, page_size=64, kv=FP8), [1, 63, 64, 200], [127, 1, 0, 65], None, 30.0),        # pages of 64: 2 consumers
+    (spec(8, 2, 128, window=100, kv=FP8), [129, 1, 40], [300, 127, 0], None, 1.0),
+    (spec(2, 2, 256, 64, window=70, kv=FP8), [65, 1], [0, 190], None, 1.0),
 ])
 def test_prefill_attention_equals_float64(s: AttentionSpec, queries: list[int], cached: list[int], tuning: Any,
                                           magnitude: float) -> None:
@@ -321,6 +326,9 @@ KERNELS = {
     "decode_e4m3": lambda arch: decode_attention(spec(32, 8, 128, kv=FP8), arch),
     "decode_64_e4m3": lambda arch: decode_attention(spec(32, 8, 64, kv=FP8), arch),
     "prefill_e4m3": lambda arch: prefill_attention(spec(32, 8, 128, kv=FP8), arch),
+    "prefill_64_e4m3": lambda arch: prefill_attention(spec(32, 8, 64, kv=FP8), arch),
+    "prefill_96_e4m3": lambda arch: prefill_attention(spec(32, 8, 96, kv=FP8), arch),
+    "prefill_256_e4m3": lambda arch: prefill_attention(spec(16, 8, 256, kv=FP8), arch),
     "sample": lambda arch: sample(SamplingSpec(128256), arch),
 }
 
@@ -333,21 +341,13 @@ def test_pages_may_have_more_elements_than_32_bits_count(name: str) -> None:
     assert str(pages.ty.shape[0].ty.dtype) == "int64"
 
 
-def converting(head_dim: int) -> Kernel:
-    """Hopper's prefill attention over e4m3 pages."""
-    s = spec(32, 8, head_dim, kv=FP8)
-    return prefill_attention(s, tuning=attention_prefill_hopper_tuning.default_tuning(s))
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not harness.have_compiler(), reason="needs nvcc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120"])
 def test_kernels_compile_without_local_memory(arch: str) -> None:
     funcs = {f"{name}_{i}": stage.func for name, make in KERNELS.items() for i, stage in enumerate(make(arch).stages)}
-    if arch == "sm_90a":
-        funcs |= {f"converting_{head_dim}": converting(head_dim).stages[0].func for head_dim in (64, 128, 256)}
     found = harness.resources(harness.generate_source(funcs, arch), arch)
-    assert len(found) == len(funcs) + (arch == "sm_90a")          # prefill_64 has another one for few tokens
+    assert len(found) == len(funcs) + 2 * (arch == "sm_90a")      # heads of 64 have another prefill kernel for few tokens
     for kernel in found:
         assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0, kernel
         assert kernel.registers <= 255
@@ -362,24 +362,26 @@ def test_default_tunings_fit_shared_memory(arch: str, head_dim: int, kv: str) ->
     tuning = default_tuning(s, arch)
     assert shared_bytes(s, tuning) <= limit
     assert attention_prefill.shared_bytes(s, attention_prefill.default_tuning(s, arch)) <= limit
-    assert attention_prefill_hopper_tuning.supported(s) == (head_dim in (64, 128, 256) and not s.fp8)
+    assert attention_prefill_hopper_tuning.supported(s) == (head_dim in (64, 128, 256))
 
 
-def test_e4m3_pages_take_the_measured_kernel_unless_asked() -> None:
-    for head_dim in (64, 128, 256):
-        s = spec(32, 8, head_dim, kv=FP8)
-        assert prefill_attention(s).source == "rule:cuda.prefill_attention"
-        assert attention_prefill_hopper_tuning.fits(s, attention_prefill_hopper_tuning.default_tuning(s))
-        assert converting(head_dim).source == "rule:cuda.prefill_attention_hopper"
+def test_e4m3_pages_take_wgmma_where_it_can() -> None:
+    for head_dim, arch, page_size, kernel in (
+            (64, "sm_90a", 16, "_hopper"), (64, "sm_90a", 64, "_hopper"), (128, "sm_90a", 16, "_hopper"),
+            (256, "sm_90a", 8, "_hopper"), (96, "sm_90a", 16, ""), (128, "sm_90", 16, ""), (128, "sm_90a", 48, "")):
+        s = spec(32, 8, head_dim, page_size, kv=FP8)
+        assert prefill_attention(s, arch).source == "rule:cuda.prefill_attention" + kernel, (head_dim, arch, page_size)
     assert not attention_prefill_hopper_tuning.fits(spec(head_dim=96, kv=FP8), HopperTuning())
     assert not attention_prefill_hopper_tuning.fits(spec(head_dim=128, kv=FP8), HopperTuning(raw_stages=8))
 
 
 def test_few_tokens_of_narrow_heads_take_narrow_tiles() -> None:
-    script = prefill_attention(spec(32, 8, 64)).stages[0].func.script()
-    few, many = script.split("if t <= T.int64(528):")[1].split("else:", 1)
-    assert "T.thread_id([384])" in few and "T.thread_id([512])" in many.split("T.cta_id", 1)[1]
-    assert "if t <=" not in prefill_attention(spec(32, 8, 128)).stages[0].func.script()
+    for kv in ("bfloat16", FP8):
+        script = prefill_attention(spec(32, 8, 64, kv=kv)).stages[0].func.script()
+        few, many = script.split("if t <= T.int64(528):")[1].split("else:", 1)
+        assert "T.thread_id([384])" in few and "T.thread_id([512])" in many.split("T.cta_id", 1)[1]
+        assert "if t <=" not in prefill_attention(spec(32, 8, 128, kv=kv)).stages[0].func.script()
+    assert "if t <=" not in prefill_attention(spec(32, 8, 64, 64, kv=FP8)).stages[0].func.script()      # narrow anyway
 
 
 @pytest.mark.parametrize(("page_size", "source"), [
