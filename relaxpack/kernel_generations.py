@@ -1,5 +1,6 @@
 """Which generation of a family of kernels a tuning record has measured: a fact of its compiler, so that records count only
 for the kernels that they are about. One number for each family: a change of one leaves the records of the others alone.
+CUDA's matmuls of quantised weights have a number of their own, though in records their family is that of all matmuls.
 
 Raise a family's number when its kernels change so that their times may; never for a change that leaves the generated text
 as it is. `tests/numerics/test_kernel_texts.py` compares that text and fails where a number was forgotten.
@@ -12,7 +13,7 @@ from relaxpack.tuning_record import Facts, Workload
 GENERATIONS = {
     "cpu.linear_quantized": 1, "cpu.linear_float": 1, "cpu.decode_attention": 1, "cpu.prefill_attention": 1, "cpu.norm": 1,
     "cpu.rope_append": 1,
-    "cuda.linear": 2, "cuda.norm": 2, "cuda.decode_attention": 2, "cuda.prefill_attention": 3,
+    "cuda.linear": 2, "cuda.linear_quantized": 3, "cuda.norm": 2, "cuda.decode_attention": 2, "cuda.prefill_attention": 3,
     "cuda.rope_append_attention": 2, "cuda.rope_append": 2,
 }
 OTHERS = {"cpu": 1, "cuda": 2}      # of what TVM schedules
@@ -20,5 +21,15 @@ OTHERS = {"cpu": 1, "cuda": 2}      # of what TVM schedules
 
 def for_workload(compiler: Facts, workload: Workload) -> Facts:
     """The facts of a compiler as records of this work have them."""
-    generation = GENERATIONS.get(workload.family)
+    generation = GENERATIONS.get(kernels_of(workload))
     return compiler if generation is None else {**compiler, "kernels": generation}
+
+
+def kernels_of(workload: Workload) -> str:
+    """The name by which GENERATIONS has them."""
+    told = workload.told
+    try:
+        quantized = told["family"] == "cuda.linear" and int(told["spec"]["weight"]["bits"]) < 16
+    except (KeyError, TypeError, ValueError):
+        quantized = False
+    return "cuda.linear_quantized" if quantized else workload.family

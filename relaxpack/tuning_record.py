@@ -84,13 +84,18 @@ class Workload:
                      f"workload.hash is {_shown(self.hash)}, not a structural hash in decimal")
 
     @property
-    def family(self) -> str:
-        """Of the parametrised kernel; "" where there is none."""
+    def told(self) -> dict[str, Any]:
+        """What the text says of a parametrised kernel; nothing where there is none."""
         try:
             told = json.loads(self.text) if self.kind == "kernel" else {}
         except (ValueError, RecursionError):        # somebody else's record may hold any text
-            return ""
-        return str(told.get("family", "")) if isinstance(told, dict) else ""
+            return {}
+        return told if isinstance(told, dict) else {}
+
+    @property
+    def family(self) -> str:
+        """Of the parametrised kernel; "" where there is none."""
+        return str(self.told.get("family", ""))
 
     @classmethod
     def kernel(cls, family: str, spec: Any, name: str | None = None) -> Workload:

@@ -1,6 +1,6 @@
 """Checks and times the matmuls of quantised weights on one GPU, variants side by side, and cuBLAS in bf16 in the same run.
 
-    python -m benchmarks.gpu.quantised_matmul build FOLDER [--set shortfalls]         # anywhere with nvcc, no GPU needed
+    python -m benchmarks.gpu.quantised_matmul build FOLDER [--set rules]              # anywhere with nvcc, no GPU needed
     python benchmarks/gpu/quantised_matmul.py run FOLDER --out DIR [--limit SECONDS]  # on the GPU: TVM runtime and torch
 
 Numbers first: every kernel against float64 with poisoned outputs, `mixed` kernels with the weights that they make of codes.
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.kernels_matmul import TOLERANCE, Bench, compile_parts, exact, spilling
 from benchmarks.gpu.matmul_variants import LINEARS
-from benchmarks.gpu.quantised_variants import SETS
+from benchmarks.gpu.quantised_variants import FAMILIES, SETS
 
 PER_MODULE = 16
 CHAIN_PARTS = ("qkv", "o", "gate_up", "down")
@@ -153,8 +153,7 @@ class QuantisedBench(Bench):
         return found
 
     def chains(self, index: list[dict[str, Any]], weight: str) -> list[dict[str, Any]]:
-        """One 8B layer's norms and matmuls, dependent launch, each kernel reading what the one before wrote: for every
-        family the fastest of its variants at that row count."""
+        """One 8B layer's norms and matmuls, dependent launch, each kernel reading what the one before wrote."""
         torch, found, h = self.torch, [], 4096
         by_name = {v["name"]: v for v in index}
         shapes = {part: LINEARS[f"8b.{part}"] for part in CHAIN_PARTS}
@@ -189,21 +188,24 @@ TIMES: dict[tuple[str, int], float] = {}          # variant name, rows → us
 
 
 def chain_choices(index: list[dict[str, Any]], weight: str) -> list[tuple[int, dict[str, dict[str, str]]]]:
-    """Row count → label → kernel by part: the best of each family and of all."""
+    """Row count → label → kernel by part: what the rules take and took before, and the best of each family and of all."""
     found = []
-    for rows, families in ((16, ("fewbulk", "mixed")), (64, ("fewbulk", "mixed"))):
-        choices = {}
-        for label in (*families, "best"):
-            wanted = families if label == "best" else (label,)
-            best = {}
-            for part in CHAIN_PARTS:
-                timed = [(TIMES[v["name"], rows], v["name"]) for v in index if v["linear"] == f"8b.{part}"
-                         and v["weight"] == weight and v["family"] in wanted and (v["name"], rows) in TIMES]
+    for rows in (1, 16, 32, 64):
+        choices: dict[str, dict[str, str]] = {}
+        for part in CHAIN_PARTS:
+            ours = [v for v in index if v["linear"] == f"8b.{part}" and v["weight"] == weight]
+            marked = {mark: v["name"] for mark in ("rule", "before") for v in ours if rows in v.get(mark, ())}
+            if "rule" in marked:
+                choices.setdefault("rule", {})[part] = marked["rule"]
+                choices.setdefault("before", {})[part] = marked.get("before", marked["rule"])
+            for label, families in (("fewbulk", ("fewbulk",)), ("mixed", ("mixed",)), ("best", FAMILIES.values())):
+                timed = [(TIMES[v["name"], rows], v["name"]) for v in ours
+                         if v["family"] in families and (v["name"], rows) in TIMES]
                 if timed:
-                    best[part] = min(timed)[1]
-            if len(best) == len(CHAIN_PARTS):
-                choices[label] = best
-        found.append((rows, choices))
+                    choices.setdefault(label, {})[part] = min(timed)[1]
+        whole = {label: names for label, names in choices.items() if len(names) == len(CHAIN_PARTS)}
+        found.append((rows, {label: names for i, (label, names) in enumerate(whole.items())
+                             if names not in list(whole.values())[:i]}))
     return found
 
 
@@ -260,7 +262,7 @@ def run(folder: Path, out: Path, limit: float) -> int:
     result["checks"] += bench.compared
     bad = [c for c in result["checks"] if not c["ok"] or not c["same_again"]]
     print(f"{len(result['checks'])} checks, {len(bad)} bad", [(c["name"], c["error"]) for c in bad][:20])
-    for weight in ("q4_1", "q4_0", "q4_128"):
+    for weight in sorted({v["weight"] for v in index if v["rows"]}):
         if time.time() - started < limit:
             attempt(f"chain {weight}", lambda weight=weight: result["chains"].extend(bench.chains(index, weight)))
     report(result, broken)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.gpu.matmul_variants import LINEARS
+from relaxpack.weight_format import WHOLE_ROW
 
 FAMILIES = {"gemm_few_bulk": "fewbulk", "gemm_mixed": "mixed", "gemm_rows_bulk": "bulk", "gemm_rows_quant": "rows",
             "gemm_group_columns": "groups"}       # of the rules → of variants
@@ -47,7 +48,7 @@ def check_variants() -> list[dict[str, Any]]:
             variant("fewbulk", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=24, warps=7,
                     strips=2, groups=1, glu="swiglu", bias=True, residual=True, **pdl),
             variant("fewbulk", "check", weight, (), shape=(1072, 1088), check=few, out_dtype="float32", columns=16, warps=2,
-                    strips=2, groups=3, split=2, residual=True, feeders=2, elect=True, **pdl),
+                    strips=2, groups=3, split=2, residual=True, feeders=2, **pdl),
             variant("mixed", "check", weight, (), shape=(1072, 576), check=few, out_dtype="float32", columns=16),
             variant("mixed", "check", weight, (), shape=(1072, 2048), check=few, out_dtype="float32", columns=64, strips=2,
                     split=3, blocks_per_sm=1, residual=True, **pdl),
@@ -57,8 +58,7 @@ def check_variants() -> list[dict[str, Any]]:
             variant("bulk", "check", weight, (), shape=(1072, 2048), check=few[:5], out_dtype="float32", dtype="float16",
                     columns=16, warps=4, unroll=2, stages=3, bias=True, glu="swiglu", residual=True, **pdl, **convert)]
     found += [variant("fewbulk", "check", weight, (), shape=(1072, 1184), check=few, columns=64, warps=2, strips=1, groups=3,
-                      scaled=True, feeders=3, elect=elect, **pdl)
-              for elect in (False, True) for weight in ("q4_0", "q4_1", "q6_k", "fp8_block")]
+                      scaled=True, feeders=3, **pdl) for weight in ("q4_0", "q4_1", "q6_k", "fp8_block")]
     found += [variant("mixed", "check", "q4_1", (), shape=(1072, 2048), check=few, out_dtype="float32", columns=128,
                       blocks_per_sm=1, consumers=2, glu="swiglu", bias=True, residual=True),
               variant("mixed", "check", "q4_0", (), shape=(1072, 2048), check=few, columns=256, blocks_per_sm=1),
@@ -137,76 +137,73 @@ def rule_variant(linear: str, weight: str, rows: int, **changes: Any) -> dict[st
     return variant(FAMILIES[family], linear, weight, (rows,), dependent_launch=True, **options, **changes)
 
 
-def shortfall_variants() -> list[dict[str, Any]]:
-    """What docs/kernels_cuda.md predicts and no GPU has run: feeders of gemm_few_bulk, gemm_few_bulk for fp8, one row
-    in other shares. Beside them the rule's choice, marked."""
-    from relaxpack.schedules.kernels.cuda.quantized_tilings import few_bulk_tiling
-    from relaxpack.weight_format import FORMATS, WHOLE_ROW
+def rule_set() -> list[dict[str, Any]]:
+    """What the rules take of five formats at every row count of a bucket, what they took `before`, for chains of layers, and
+    what docs/kernels_cuda.md asks about beside them."""
+    from relaxpack.weight_format import FORMATS
 
-    weights = ("q4_0", "q4_1", "q8_0", "fp8", "fp8_block")
-    found = [v for v in check_variants() if v["family"] == "fewbulk" and v["weight"] in weights]
-
-    def few_bulk(linear: str, weight: str, rows: int, options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-        return variant("fewbulk", linear, weight, (rows,), dependent_launch=True, **options, **more)
-
+    found = []
     for linear in ("8b.o", "8b.down", "8b.qkv", "8b.gate_up"):
-        n, k, _ = LINEARS[linear]
-        for weight in weights:
-            fmt = FORMATS[weight]
-            most = 2 if fmt.group_size == WHOLE_ROW else 3
+        for weight in ("q4_0", "q4_1", "q8_0", "fp8", "fp8_block"):
             found.append(variant("dequantize", linear, weight, (0,)))
-            if weight == "q4_0":
-                found += one_row_variants(linear, weight)
-            for rows in (16, 32, 64):
-                if not fmt.e4m3 and rows > 16 and (linear == "8b.gate_up" or (rows == 32 and weight != "q4_0")):
-                    continue
-                found.append({**rule_variant(linear, weight, rows), "rule": [rows]})
-                tilings = [few_bulk_tiling(n, k, rows, fmt)]
-                if weight == "q4_0" or (weight == "fp8" and linear == "8b.down"):
-                    others = FEW_BULK.get((linear, rows), [])[:4 if rows == 16 else 2]
-                    tilings += [{"columns": rows, "strips": r, "warps": w, "split": s, "blocks_per_sm": b, "groups": g,
-                                 "scaled": rows > 32} for w, r, g, s, b in others]
-                if weight == "q4_0" and rows == 64 and linear in ("8b.o", "8b.qkv"):     # less of x, weights twice
-                    warps, groups = (4, 3) if linear == "8b.o" else (6, 2)
-                    tilings.append({"columns": 32, "strips": 1, "warps": warps, "split": 1, "blocks_per_sm": 1,
-                                    "groups": groups, "scaled": False})
-                ways: list[dict[str, Any]] = [{"elect": True}, {"elect": True, "feeders": most}]
-                found += [few_bulk(linear, weight, rows, one, way) for one in tilings for way in ways]
-                alone: list[dict[str, Any]] = [{}, {"feeders": most}] if weight in ("q4_0", "fp8") else []
-                found += [few_bulk(linear, weight, rows, tilings[0], way) for way in alone]
+            for rows in (1, 2, 4, 8, 16, 32, 64):
+                rule = {**rule_variant(linear, weight, rows), "rule": [rows]}
+                found += [rule, *({**one, "before": [rows]} for one in before(rule, rows))]
+            if FORMATS[weight].bits == 4:
+                found += [changed(rule_variant(linear, weight, 1), 1, **one) for one in ONE_ROW.get(linear, [])]
+            for rows in (16, 32):
+                found += [changed(rule_variant(linear, weight, rows), rows, **one) for one in OTHERS.get((linear, rows), [])
+                          if one.get("feeders", 1) < 3 or FORMATS[weight].group_size != WHOLE_ROW]
     return found
 
 
-# warps, units at once, rounds ahead (from two on, before the kernel before has ended), blocks of a multiprocessor
-ONE_ROW = {False: [(8, 1, 1, 2), (8, 1, 1, 3), (8, 1, 1, 4), (8, 1, 2, 2), (8, 1, 2, 3), (4, 2, 1, 4), (4, 1, 3, 4),
-                   (2, 2, 3, 6), (16, 1, 0, 2)],
-           True: [(8, 1, 1, 2), (8, 1, 1, 3), (8, 1, 2, 2), (4, 2, 1, 4), (4, 1, 3, 4), (14, 1, 0, 2), (14, 1, 1, 1),
-                  (14, 1, 3, 1), (16, 1, 0, 2)]}         # True: of long rows, where more would not fit the registers
+ONE_ROW = {"8b.o": [{"ahead": 2, "blocks_per_sm": 2}, {"warps": 16, "ahead": 0, "blocks_per_sm": 2}]}
+# Options of gemm_few_bulk beside the rule's, by matmul and rows of x.
+OTHERS: dict[tuple[str, int], list[dict[str, Any]]] = {
+    ("8b.o", 16): [{"groups": 11}], ("8b.o", 32): [{"groups": 6, "feeders": 3}, {"groups": 7, "feeders": 2}],
+    ("8b.qkv", 32): [{"groups": 4, "feeders": 3}, {"groups": 4, "feeders": 2}],
+    ("8b.down", 16): [{"warps": 2, "groups": 7, "split": 1}, {"warps": 4, "groups": 3, "split": 2}],
+    ("8b.down", 32): [*({"warps": 2, "groups": groups, "split": 1, "feeders": feeders}
+                        for groups, feeders in ((7, 1), (7, 2), (6, 3))), {"warps": 4, "groups": 3, "split": 2}]}
 
 
-def one_row_variants(linear: str, weight: str) -> list[dict[str, Any]]:
-    """The rule's kernel for one row, and others with no more under way than there is of K."""
-    return [{**rule_variant(linear, weight, 1), "rule": [1]},
-            *(variant("groups", linear, weight, (1,), dependent_launch=True, columns=1, warps=w, unroll=u, ahead=a,
-                      blocks_per_sm=b) for w, u, a, b in ONE_ROW[LINEARS[linear][1] > 8192])]
+def changed(one: dict[str, Any], rows: int, **changes: Any) -> dict[str, Any]:
+    options = {key: value for key, value in {**one["options"], **changes}.items() if key != "glu"}
+    return variant(one["family"], one["linear"], one["weight"], (rows,), **options)
+
+
+def before(rule: dict[str, Any], rows: int) -> list[dict[str, Any]]:
+    """What the rules took until the run of `2026-11-30-h200-quantised-2.json`, where that was something else."""
+    from relaxpack.schedules.kernels.cuda.quantized_tilings import mixed_tiling
+    from relaxpack.weight_format import FORMATS
+
+    linear, weight, n, k = rule["linear"], rule["weight"], rule["n"], rule["k"]
+    if rule["family"] == "groups" and rule["options"]["ahead"] == 2:
+        return [changed(rule, 1, ahead=True, blocks_per_sm=2)]
+    if rule["family"] != "fewbulk":
+        return []
+    if rows <= 16 and k > 8192 and weight == "q4_0":
+        return [variant("bulk", linear, weight, (rows,), dependent_launch=True, columns=16, warps=8, unroll=2, stages=4,
+                        blocks_per_sm=2)]
+    if FORMATS[weight].e4m3 or (rows <= 16 and k > 8192):
+        tiling = mixed_tiling(n, k, rows, FORMATS[weight])
+        return [variant("mixed", linear, weight, (rows,), dependent_launch=True, **tiling)]
+    return [changed(rule, rows, feeders=1)] if rule["options"]["feeders"] > 1 else []
 
 
 def without_duplicates(*lists: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A kernel that is wanted for several row counts is built once."""
     found: dict[str, dict[str, Any]] = {}
     for entry in [one for variants in lists for one in variants]:
-        known = found.setdefault(entry["name"], {**entry, "rows": [], "rule": []})
-        for key in ("rows", "rule"):
+        known = found.setdefault(entry["name"], {**entry, "rows": [], "rule": [], "before": []})
+        for key in ("rows", "rule", "before"):
             known[key] += [t for t in entry.get(key, []) if t not in known[key]]
     return list(found.values())
 
 
-def all_variants() -> list[dict[str, Any]]:
-    found = {one["name"]: one for one in without_duplicates(check_variants(), timed_variants())}
-    found.update({"norm4096": {"name": "norm4096", "family": "norm", "linear": "8b.norm", "n": 1, "k": 4096, "weight": None,
-                               "dtype": "bfloat16", "out_dtype": "bfloat16", "rows": [], "check": [], "options": {}}})
-    return list(found.values())
-
-
+NORM: dict[str, Any] = {        # of chains
+    "name": "norm4096", "family": "norm", "linear": "8b.norm", "n": 1, "k": 4096, "weight": None, "dtype": "bfloat16",
+    "out_dtype": "bfloat16", "rows": [], "check": [], "options": {}}
 SETS: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    "all": all_variants, "shortfalls": lambda: without_duplicates(shortfall_variants())}
+    "all": lambda: without_duplicates(check_variants(), timed_variants(), [NORM]),
+    "rules": lambda: without_duplicates(rule_set(), [NORM])}

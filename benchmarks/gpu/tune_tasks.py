@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.gpu.matmul_variants import LINEARS
 from relaxpack.errors import CompileError
-from relaxpack.kernel_generations import GENERATIONS
+from relaxpack.kernel_generations import GENERATIONS, kernels_of
 from relaxpack.kernel_spec import AttentionSpec, FusedAttentionSpec, Kernel, LinearSpec, NormSpec
 from relaxpack.schedules.kernels.cuda.linear import NORM_FAMILIES
 from relaxpack.schedules.tuning.cuda_linear_spaces import default_choice
@@ -152,9 +152,8 @@ def _likely(choice: dict[str, Any], spec: LinearSpec) -> bool:
         warps = choice["warps"] * choice["groups"] * choice["blocks_per_sm"]
         # Of many weight rows and many rows of x few warps hold the sums of one wave.
         least = 7 if rows > 32 and choice["strips"] >= 2 else 10
-        many = choice["groups"] in (4, 11, 15) or choice["split"] in (3, 6)     # with one way of asking for copies
-        return least <= warps <= 16 and choice["scaled"] == (rows > 32) and not (
-            many and (choice.get("feeders") or not choice.get("elect")))
+        seldom = choice["groups"] in (4, 11, 15) or choice["split"] in (3, 6)
+        return least <= warps <= 16 and choice["scaled"] == (rows > 32) and not (seldom and choice["feeders"] == 1)
     if rows > 8 and family in ("gemm_rows_quant", "gemm_rows_bulk") and spec.weight.bits == 4:      # gemm_few_bulk
         return False
     if family == "gemm_rows_bulk":
@@ -250,9 +249,9 @@ def prepare(folder: Path, chosen: Sequence[Job], cache: Path | None = None, proc
     for job in chosen:
         new: dict[str, dict[str, Wanted]] = {}          # so that a change of one kernel leaves the libraries of the others
         found = [{"choice": choice, "kernel": want((job.family, job.spec, choice))} for choice in candidates(job)]
+        workload = families[job.family].workload(job.spec, _label(job))
         task = {"name": job.name, "bucket": job.bucket, "cases": list(job.cases), "candidates": found,
-                "workload": asdict(families[job.family].workload(job.spec, _label(job))),
-                "generation": GENERATIONS[job.family]}
+                "workload": asdict(workload), "generation": GENERATIONS[kernels_of(workload)]}
         if job.beside is not None:
             task["beside"] = {"before": job.before, "h": job.beside.hidden_size,
                               "kernel": want(("cuda.norm", job.beside, {"dependent_launch": True}))}

@@ -10,6 +10,8 @@ import pytest
 import relaxpack.tvm_setup  # noqa: F401  isort: skip
 from benchmarks.gpu.quantised_matmul import scaled_weights
 from relaxpack.schedules.kernels.cuda.gemm_few_bulk import gemm_few_bulk
+from relaxpack.schedules.kernels.cuda.quantized_tilings import quantized_few_tiling
+from relaxpack.weight_format import FORMATS
 from tests.helpers import matmul_case as case
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc to lower CUDA kernels")
@@ -32,11 +34,9 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
     ("q4_0", 80, 576, 11, "bfloat16", {"warps": 2, "strips": 2, "groups": 2, "stages": 3, "feeders": 2,
                                        "dependent_launch": True}),
     ("q4_1", 144, 640, 19, "float16", {"columns": 24, "warps": 3, "strips": 1, "groups": 2, "split": 2, "glu": "swiglu",
-                                       "bias": True, "residual": True, "dependent_launch": True, "feeders": 3,
-                                       "elect": True}),
+                                       "bias": True, "residual": True, "dependent_launch": True, "feeders": 3}),
     ("q6_k", 64, 720, 5, "bfloat16", {"columns": 8, "warps": 1, "strips": 2, "groups": 1, "feeders": 3, "scaled": True}),
     ("fp8", 72, 448, 3, "bfloat16", {"columns": 8, "warps": 1, "strips": 2, "groups": 2, "feeders": 2}),
-    ("q4_0", 80, 576, 11, "bfloat16", {"warps": 2, "strips": 2, "groups": 2, "stages": 3, "elect": True}),
 ])
 def test_few_bulk(rng, name, n, k, t, dtype, options):
     """Exact codes and float32 scales: float32 accuracy. `scaled` multiplies what codes_scaled.py makes of the weights."""
@@ -46,4 +46,26 @@ def test_few_bulk(rng, name, n, k, t, dtype, options):
         rng, gemm_few_bulk, weight, x, options, (tiles * options.get("split", 1),),
         32 * (options["warps"] * options["groups"] + options.get("feeders", 1)),
         scaled_weights(weight, dtype) if options.get("scaled") else None)
+    assert case.relative_error(y, reference) < case.TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize(("name", "rows", "shape"), [
+    ("q4_0", 9, "o"), ("q4_0", 27, "down"), ("q4_0", 57, "o"), ("q4_1", 13, "qkv"), ("q4_1", 40, "down"),
+    ("q6_k", 16, "down"), ("q6_k", 64, "o"), ("q8_0", 16, "gate_up"), ("q8_0", 23, "o"), ("fp8", 16, "o"),
+    ("fp8", 32, "down"), ("fp8", 50, "qkv"), ("fp8", 11, "gate_up"),
+    ("fp8_block", 15, "qkv"), ("fp8_block", 31, "gate_up"), ("fp8_block", 64, "down"), ("q4_128", 10, "o"),
+    ("q4_128", 33, "qkv")])
+def test_tilings_of_the_rule(rng, name, rows, shape):
+    """As the rule has them for matrices of 8B, on small ones that fill neither the last strips nor the last stage of K."""
+    n, k = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}[shape]
+    family, tiling = quantized_few_tiling(n, k, rows, FORMATS[name])
+    assert family == "gemm_few_bulk"
+    k = 832 if FORMATS[name].group_size in (16, 32) else 840
+    weight, x = case.random_weight(rng, name, 72, k), case.random_array(rng, (rows, k), "bfloat16")
+    options = {**tiling, "dependent_launch": True}
+    tiles = -(-72 // (16 * tiling["warps"] * tiling["strips"])) * -(-rows // tiling["columns"])
+    y, reference = case.quantized_product(
+        rng, gemm_few_bulk, weight, x, options, (tiles * tiling["split"],),
+        32 * (tiling["warps"] * tiling["groups"] + tiling["feeders"]),
+        scaled_weights(weight, "bfloat16") if tiling["scaled"] else None)
     assert case.relative_error(y, reference) < case.TOLERANCE["float32"]

@@ -1,7 +1,7 @@
 """Matmul y[t, N] = x[t, K] W[N, K]^T for 4-bit, 8-bit and fp8 weights and 9 to 64 rows on Hopper: the sums of
 gemm_rows_quant.py (exact codes on mma.m16n8k16, scales applied to the float32 sums of each group), but a producer warp
 brings weights and x by TMA through one ring of stages, so neither waits for products and x is read once per block. One
-thread takes 60 to 70 cycles for each copy it asks for; `elect` makes that 15 to 20, and `feeders` warps can share it.
+thread takes 60 to 70 cycles for each copy it asks for; up to three warps, the `feeders`, share that.
 
 The warps of a block are `groups` times `warps`: a group takes every groups-th stage of K, its warps own `strips` blocks of
 16 weight rows each. Barriers are per stage, so a warp meets others only at the end, where groups, and the `split` blocks of
@@ -13,7 +13,7 @@ from __future__ import annotations
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
 from relaxpack.schedules.kernels.cuda.codes_scaled import CHUNKS, SHARED2, SHARED4, ScaledCodes
-from relaxpack.schedules.kernels.cuda.common import block_ids, device, elected, finish, mma_name, quant_entry
+from relaxpack.schedules.kernels.cuda.common import block_ids, device, finish, mma_name, quant_entry
 from relaxpack.schedules.kernels.cuda.gemm_few import EVICT_LAST, SW128, TMA_LOAD
 from relaxpack.schedules.kernels.cuda.packed_tiles import PackedTiles
 from relaxpack.schedules.kernels.cuda.rows_product import RowsProduct
@@ -40,17 +40,21 @@ def stages_that_fit(weight: WeightFormat, columns: int, warps: int, strips: int,
     return (budget - 2048) // stage_bytes(weight, columns, warps * strips) if sums + 1024 <= budget else 0
 
 
+def most_feeders(weight: WeightFormat) -> int:
+    """Warps that can share the copies of a stage: codes, scales with minimums, where a stage has any, and x."""
+    return 2 if weight.group_size == WHOLE_ROW else 3
+
+
 def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str, *, columns: int = 16, warps: int = 2,
                   strips: int = 2, groups: int = 4, split: int = 1, stages: int = 48, blocks_per_sm: int = 1,
-                  scaled: bool = False, feeders: int = 1, elect: bool = False, bias: bool = False,
-                  residual: bool = False, glu: str | None = None, dependent_launch: bool = False, convert: bool = False,
-                  name: str = "gemm_few_bulk"):
+                  scaled: bool = False, feeders: int = 1, bias: bool = False, residual: bool = False, glu: str | None = None,
+                  dependent_launch: bool = False, convert: bool = False, name: str = "gemm_few_bulk"):
     """Buffers as in gemm_rows_quant. columns: rows of x per block (multiple of 8); stages: of 128 values of K under way, at
     most what fits `blocks_per_sm` blocks; feeders: 1, 2 (one for weights, one for x) or 3 (codes, scales with minimums, x);
-    elect: the lane that feeds is chosen by elect.sync (`elected`); the other options are explained above."""
+    the other options are explained above."""
     gated = glu is not None
     assert N % 8 == 0 and K % 8 == 0 and columns % 8 == 0 and columns <= 256 and 1 <= split <= 8
-    assert (not gated or N % 16 == 0) and 1 <= feeders <= (2 if weight.group_size == WHOLE_ROW else 3)
+    assert (not gated or N % 16 == 0) and 1 <= feeders <= most_feeders(weight)
     STRIPS, KC = -(-N // 16), -(-K // 64)
     F = codes_of(weight, dtype, KC, convert)
     NB, NT, W, R, G, S = columns, columns // 8, warps, strips, groups, split
@@ -174,7 +178,7 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
                     T.ptx["griddepcontrol.wait"]()
 
             if wid == W * G if feeders == 1 else wid >= W * G:
-                if elected() if elect else lane == 0:
+                if lane == 0:
                     if feeders == 1:
                         begin(load_weights)                     # weights do not depend on the kernel before
                         wait_for_x()

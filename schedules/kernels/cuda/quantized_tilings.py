@@ -3,10 +3,11 @@ H200 (docs/kernels_cuda.md), and all tilings that fit, for tuning. Numbers only,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from relaxpack.schedules.kernels.cuda.gemm_few_bulk import stages_that_fit
+from relaxpack.schedules.kernels.cuda.gemm_few_bulk import most_feeders, stages_that_fit
 from relaxpack.schedules.kernels.cuda.gemm_mixed import fits
 from relaxpack.schedules.kernels.cuda.rows_product import register_sets
 from relaxpack.weight_format import WHOLE_ROW, WeightFormat
@@ -22,7 +23,8 @@ def ceildiv(a: int, b: int) -> int:
 
 def group_columns_tiling(n: int, k: int, rows: int) -> Options:
     """gemm_group_columns for 1 to 4 rows, by chains of whole layers. A short row of K is under way as a whole; a long one
-    is cut into rounds of so many warps that the last is nearly full. Registers must not spill: blocks_per_sm bounds them."""
+    is cut into rounds of so many warps that the last is nearly full; of two rounds both are asked for at once where the
+    blocks leave room for those of the next kernel. Registers must not spill: blocks_per_sm bounds them."""
     columns = 1 if rows == 1 else 2 if rows == 2 else 4
     units = ceildiv(k, 256)
     if units < 16:
@@ -30,6 +32,8 @@ def group_columns_tiling(n: int, k: int, rows: int) -> Options:
     elif k > 8192:
         warps = max(range(12, 17), key=lambda w: (units / (ceildiv(units, w) * w), w))
         ahead, per_sm = False, 2
+    elif units == 16 and ceildiv(n, 16) <= 2 * MULTIPROCESSORS:
+        warps, ahead, per_sm = 8, 2, 3
     else:
         warps, ahead, per_sm = 8, n <= 8192 or units > 16, 4 if n > 8192 else 2
     return {"columns": columns, "warps": warps, "unroll": columns, "ahead": ahead, "blocks_per_sm": per_sm}
@@ -54,23 +58,20 @@ def bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
 
 def quantized_few_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> tuple[str, Options]:
     """Kernel and tiling for 9 to 64 rows. gemm_mixed is faster than gemm_few_bulk for many weight rows and more than 32 rows
-    of x, and for up to 16 rows where K is long, but for q4_0, which gemm_rows_bulk multiplies fastest. It also keeps fp8:
-    gemm_few_bulk has not run on a GPU with the order that fp8 codes have now."""
-    total = ceildiv(n, 16)
-    if weight.e4m3 or (rows > 32 and total > 4 * MULTIPROCESSORS) or (rows <= 16 and k > 8192):
-        if rows <= 16 and weight.bits == 4 and weight.minimum == "-8*scale":
-            return "gemm_rows_bulk", {"columns": 16, "warps": 8, "unroll": 2, "stages": 4, "blocks_per_sm": 2}
+    of x, or more than 16 where a row of the weight has one scale, which costs gemm_mixed nothing."""
+    if rows > (16 if weight.group_size == WHOLE_ROW else 32) and ceildiv(n, 16) > 4 * MULTIPROCESSORS:
         return "gemm_mixed", mixed_tiling(n, k, rows, weight)
     return "gemm_few_bulk", few_bulk_tiling(n, k, rows, weight)
 
 
 def few_bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
-    """One wave of blocks, each with all of K where that is short; as many groups of warps as registers allow."""
-    columns, total = -(-rows // 8) * 8, ceildiv(n, 16)
+    """One wave of blocks, each with all of K where that is short; as many groups of warps as registers allow. A long K is
+    cut in two where a stage of a whole one would be short: its copies cost more than its bytes, or its x as much."""
+    columns, total, one_scale = -(-rows // 8) * 8, ceildiv(n, 16), weight.group_size == WHOLE_ROW
     strips, split, per_sm = 1, 1, 1
     if total > 8 * MULTIPROCESSORS:
         warps, strips, groups, per_sm = 4, 2, 2 if rows <= 16 else 1, 2
-    elif k > 8192 and total >= 128:
+    elif k > 8192 and 128 <= total <= 2 * MULTIPROCESSORS and not (one_scale and rows <= 32):
         warps, groups, split = 4, 3, 2
     else:
         warps = ceildiv(total, MULTIPROCESSORS)
@@ -82,8 +83,11 @@ def few_bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
             groups = max(1, min((15 if rows <= 32 else 12) // warps, ceildiv(k, 256)))
     while groups > 1 and stages_that_fit(weight, columns, warps, strips, groups, per_sm) < 2 * groups:
         groups -= 1
+    feeders, heavy = most_feeders(weight), rows > 16 or (weight.bits == 8 and weight.minimum == "stored")
+    if per_sm > 1 or (heavy and warps * groups + feeders > 16):             # the other warps need the registers
+        feeders = 1
     return {"columns": columns, "strips": strips, "warps": warps, "split": split, "blocks_per_sm": per_sm,
-            "groups": groups, "scaled": rows > 32}
+            "groups": groups, "scaled": rows > 32, "feeders": feeders}
 
 
 def mixed_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
@@ -128,15 +132,14 @@ def group_columns_tilings(k: int, rows: int) -> Iterator[Options]:
 
 def few_bulk_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:
     """gemm_few_bulk: one wave of blocks that fills most of the chip, every warp with enough of K, registers for its sums."""
-    columns, most = -(-rows // 8) * 8, 2 if weight.group_size == WHOLE_ROW else 3
-    feeds: tuple[Options, ...] = ({}, {"elect": True}, {"elect": True, "feeders": most})
+    columns = -(-rows // 8) * 8
     for warps in (1, 2, 3, 4, 6, 7):
         for strips in (1, 2, 3):
             tiles = ceildiv(n, 16 * warps * strips)
             for groups in (1, 2, 3, 4, 5, 7, 11, 15):
                 for split in (1, 2, 3, 4, 6):
-                    for per_sm, feed in ((per_sm, feed) for per_sm in (1, 2) for feed in feeds):
-                        threads = ceildiv(warps * groups + feed.get("feeders", 1), 4) * 128 * per_sm
+                    for per_sm, feeders in itertools.product((1, 2), (1, most_feeders(weight))):
+                        threads = ceildiv(warps * groups + feeders, 4) * 128 * per_sm
                         blocks = tiles * split
                         wave = blocks <= MULTIPROCESSORS * per_sm or (split == 1 and warps * strips >= 7)
                         if (0.7 * MULTIPROCESSORS <= blocks and wave and k // 128 // split >= 2 * groups
@@ -144,7 +147,8 @@ def few_bulk_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterato
                                 and stages_that_fit(weight, columns, warps, strips, groups, per_sm) >= max(2 * groups, 3)):
                             for scaled in (False, True) if rows > 16 else (False,):
                                 yield {"columns": columns, "strips": strips, "warps": warps, "split": split,
-                                       "blocks_per_sm": per_sm, "groups": groups, "scaled": scaled, **feed}
+                                       "blocks_per_sm": per_sm, "groups": groups, "scaled": scaled,
+                                       "feeders": feeders}
 
 
 def mixed_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:

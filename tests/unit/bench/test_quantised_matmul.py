@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.gpu.quantised_matmul import verdicts
-from benchmarks.gpu.quantised_variants import rule_variant, variant, without_duplicates
+import pytest
+
+from benchmarks.gpu import quantised_matmul
+from benchmarks.gpu.quantised_matmul import chain_choices, verdicts
+from benchmarks.gpu.quantised_variants import SETS, rule_variant, variant, without_duplicates
 
 
 def timed(name: str, us: float, t: int = 16, weight: str | None = "fp8") -> dict[str, Any]:
@@ -33,7 +36,20 @@ def test_a_kernel_that_several_want_is_built_once_and_remembers_whose_rule_it_is
 
 
 def test_the_rules_choice_is_the_one_that_a_build_takes() -> None:
-    assert rule_variant("8b.o", "fp8", 16)["family"] == "mixed"
+    assert rule_variant("8b.gate_up", "fp8", 64)["family"] == "mixed"
     found = rule_variant("8b.o", "q4_0", 64)
     assert found["family"] == "fewbulk" and found["options"]["scaled"] and found["rows"] == [64]
     assert rule_variant("8b.down", "q4_0", 1)["family"] == "groups"
+
+
+def test_a_chain_of_the_rules_stands_beside_one_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = SETS["rules"]()
+    monkeypatch.setattr(quantised_matmul, "TIMES", {(v["name"], t): 1.0 for v in index for t in v["rows"]
+                                                    if v["family"] == "mixed"})
+    choices = dict(chain_choices(index, "fp8"))
+    assert set(choices[16]) == {"rule", "before"}                       # gate_up's mixed kernel alone makes no chain
+    assert {name.split("_")[0] for name in choices[16]["before"].values()} == {"mixed"}
+    assert {name.split("_")[0] for name in choices[16]["rule"].values()} == {"fewbulk"}
+    assert set(choices[1]) == {"rule"}                                  # nothing changed for one row in 8 bits
+    one = dict(chain_choices(index, "q4_0"))[1]
+    assert [part for part in one["rule"] if one["rule"][part] != one["before"][part]] == ["o"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from relaxpack.kernel_spec import LinearSpec
-from relaxpack.schedules.kernels.cuda.gemm_few_bulk import stages_that_fit
+from relaxpack.schedules.kernels.cuda.gemm_few_bulk import most_feeders, stages_that_fit
 from relaxpack.schedules.kernels.cuda.linear import NORM_FAMILIES
 from relaxpack.schedules.kernels.cuda.linear_rules import (
     CLUSTERS,
@@ -73,6 +73,7 @@ def test_one_row_of_4_bit_weights_has_a_kernel_of_its_own(arch):
         assert options["warps"] <= -(-k // 256) and options["warps"] * options["blocks_per_sm"] <= 32
         assert quantized_plan(replace(spec, weight=FORMATS["q6_k"]), 1, arch == "sm_90a")[0] != "gemm_group_columns"
     assert group_columns_tiling(4096, 14336, 1)["warps"] == 14                # four full rounds
+    assert [group_columns_tiling(n, 4096, 1)["ahead"] for n in (4096, 6144, 28672)] == [2, True, False]
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q4_k", "q4_128", "q6_k", "q8_0", "fp8", "fp8_block"])
@@ -83,15 +84,26 @@ def test_tiles_of_few_quantised_rows_fit(name):
         family, tiling = quantized_few_tiling(n, k, rows, weight)
         assert tiling["columns"] >= rows
         if family != "gemm_few_bulk":
-            assert weight.e4m3 or (rows > 32 and n > 64 * 132) or (rows <= 16 and k > 8192)
-            assert family == ("gemm_rows_bulk" if rows <= 16 and name == "q4_0" else "gemm_mixed")
+            assert family == "gemm_mixed" and n > 64 * 132 and rows > (16 if name == "fp8" else 32)
             continue
         warps, groups, per_sm = tiling["warps"], tiling["groups"], tiling["blocks_per_sm"]
         stages = stages_that_fit(weight, tiling["columns"], warps, tiling["strips"], groups, per_sm)
-        assert stages >= (2 * groups if groups > 1 else 2) and (warps * groups + 1) * per_sm <= 32
+        feeders = tiling["feeders"]
+        assert stages >= (2 * groups if groups > 1 else 2) and (warps * groups + feeders) * per_sm <= 32
+        assert feeders in (1, most_feeders(weight)) and (feeders == 1 or per_sm == 1)
         blocks = -(-n // (16 * warps * tiling["strips"]))
         assert tiling["split"] == 1 or blocks <= CLUSTERS[tiling["split"]] * per_sm
         assert tiling["scaled"] == (rows > 32)
+
+
+def test_a_long_k_is_cut_in_two_where_the_clusters_fit_in_one_wave():
+    """But not of a weight with one scale a row for up to 32 rows of x: a stage of all of K is few copies there."""
+    def pieces(n: int, rows: int, name: str) -> int:
+        return int(quantized_few_tiling(n, 14336, rows, FORMATS[name])[1]["split"])
+
+    assert [pieces(4096, rows, "q4_0") for rows in (16, 32, 64)] == [2, 2, 2]
+    assert [pieces(4096, rows, "fp8") for rows in (16, 32, 64)] == [1, 1, 2]
+    assert [pieces(n, 16, "q8_0") for n in (1024, 4224, 5120, 8192)] == [1, 2, 1, 1]
 
 
 def test_tiles_follow_waves():

@@ -10,10 +10,12 @@ from relaxpack.dist import host
 from relaxpack.errors import DamagedRecordError, EnvironmentProblem
 from relaxpack.fingerprint import described, difference, other_compiler, target_fingerprint
 from relaxpack.kernel_generations import GENERATIONS, for_workload
+from relaxpack.kernel_spec import LinearSpec
 from relaxpack.target import TargetSpec, parse_target
 from relaxpack.tuning.candidates import families_for
 from relaxpack.tuning.specs import family_and_spec
 from relaxpack.tuning_record import TARGET_FACTS, Workload, digest
+from relaxpack.weight_format import FORMATS
 from tests.helpers.tuning_records import COMPILER, CPU, SM_80, SM_90, record
 
 
@@ -57,13 +59,23 @@ def test_every_family_of_kernels_has_a_generation_of_its_own(monkeypatch: pytest
     """Kernels of one family change: its records count no more, those of others do."""
     cpu = TargetSpec("cpu", "znver5", ("avx2", "f16c", "fma"), 2)
     known = {*families_for(parse_target("cuda:sm_90a")), *families_for(cpu)}
-    assert known == set(GENERATIONS)
+    assert known | {"cuda.linear_quantized"} == set(GENERATIONS)
     norm, linear = (Workload.kernel(family, {"n": 1}) for family in ("cpu.norm", "cpu.linear_float"))
     made = [record(workload=work, compiler=for_workload(COMPILER, work)) for work in (norm, linear)]
     monkeypatch.setitem(GENERATIONS, "cpu.norm", 5)
     assert [other_compiler(one) for one in made] == ["kernels 5 here, 1 there", ""]
     assert for_workload(COMPILER, norm) == {**COMPILER, "kernels": 5} and for_workload(COMPILER, linear) == COMPILER
     assert for_workload(COMPILER, Workload.kernel("something", {})) == COMPILER
+
+
+def test_matmuls_of_quantised_weights_on_a_gpu_have_a_number_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = families_for(parse_target("cuda:sm_90a"))["cuda.linear"]
+    plain, packed = (family.workload(LinearSpec(64, 64, FORMATS[weight], "decode", "bfloat16", "bfloat16", max_rows=1))
+                     for weight in ("bf16", "q4_1"))
+    monkeypatch.setitem(GENERATIONS, "cuda.linear_quantized", 7)
+    assert for_workload(COMPILER, packed) == {**COMPILER, "kernels": 7}
+    for work in (plain, Workload.kernel("cuda.linear", {"weight": "q4_1"})):        # the other one is no matmul of ours
+        assert for_workload(COMPILER, work) == {**COMPILER, "kernels": GENERATIONS["cuda.linear"]}
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "no JSON", '{"family": ["cpu.norm"]}'])
