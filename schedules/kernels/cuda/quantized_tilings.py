@@ -87,7 +87,7 @@ def few_bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
     if per_sm > 1 or (heavy and warps * groups + feeders > 16):             # the other warps need the registers
         feeders = 1
     return {"columns": columns, "strips": strips, "warps": warps, "split": split, "blocks_per_sm": per_sm,
-            "groups": groups, "scaled": rows > 32, "feeders": feeders}
+            "feeders": feeders, "groups": groups, "scaled": rows > 32}
 
 
 def mixed_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
