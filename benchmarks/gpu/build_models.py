@@ -3,6 +3,7 @@
     python benchmarks/gpu/build_models.py OUT --model llama-3.2-1b [--weights bf16|q4_1|q4_128|q8_0|fp8]
         [--activations fp8]                    # of fp8 weights: OUT/NAME-fp8-a8.so
         [--db seed --gpu "NVIDIA H200"]        # tuned: OUT/NAME-tuned.so
+        [--enable SpreadDecode]                # a pass on request: OUT/NAME-SpreadDecode.so
 
 Runs on a machine without a GPU; `run_models.py` makes weights from a seed on the GPU machine and measures.
 """
@@ -23,6 +24,7 @@ from relaxpack.compile.lowering import Lowered, lower_model
 from relaxpack.compile.options import pipeline_config
 from relaxpack.compile.storage_summary import storage_summary
 from relaxpack.model_info import ModelInfo
+from relaxpack.passes.config import ON_REQUEST
 from relaxpack.recipe import to_json
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.target import parse_target
@@ -47,6 +49,7 @@ def main() -> None:
     parser.add_argument("--prefill-chunk", type=int, default=8192)
     parser.add_argument("--db", action="append", default=[], help="tuning records, as for relaxpack build")
     parser.add_argument("--gpu", help="whose records")
+    parser.add_argument("--enable", action="append", default=[], choices=list(ON_REQUEST), help="a pass on request")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick check")
     args = parser.parse_args()
     config = MODELS[args.model]
@@ -59,9 +62,11 @@ def main() -> None:
     with records_for(args.db, target, machines.get(target.name)) as records:
         provider = kernel_provider(target, records, limits, args.activations)
         lowered = lower_model(config, limits, target, provider, OneFormat(args.weights), "bfloat16", "bfloat16",
-                              pipeline_config(target, limits), records=records,
+                              dataclasses.replace(pipeline_config(target, limits), enabled=frozenset(args.enable)),
+                              records=records,
                               progress=lambda phase: print(f"{time.perf_counter() - start:7.1f} s {phase}", flush=True))
-    marks = ("-a8" if args.activations == "fp8" else "") + ("-tuned" if args.db else "")
+    marks = ("-a8" if args.activations == "fp8" else "") + ("-tuned" if args.db else "") + "".join(
+        f"-{name}" for name in args.enable)
     stem = args.out / f"{args.model}-{args.weights}{marks}"
     args.out.mkdir(parents=True, exist_ok=True)
     lowered.executable.export_library(f"{stem}.so")

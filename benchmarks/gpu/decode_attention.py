@@ -28,13 +28,19 @@ from benchmarks.gpu.fused_attention import HIDDEN, Bench
 # rows, shared keys, own keys
 SHARED = ((32, 8192, 512), (32, 0, 512), (8, 2048, 512), (32, 1024, 256), (64, 4096, 512), (16, 16384, 256),
           (128, 2048, 256), (4, 8192, 512), (8, 8192, 512))
-CHAIN = ((8, "ragged"), (1, 32768), (32, "ragged"), (1, 8192), (16, 8192), (8, 2048), (2, 16384), (4, 8192), (1, 512),
-         (32, 512), (8, 512))
+CHAIN = ((8, "ragged"), (4, "ragged"), (1, 32768), (32, "ragged"), (1, 8192), (16, 8192), (8, 2048), (2, 16384), (4, 8192),
+         (1, 512), (32, 512), (8, 512))
 BUCKETS = tuple(sorted({rows for rows, _ in CHAIN}))
 MOST = 24                 # calls in a graph, at least: its launch counts little then
 VARIANTS = {1: ("n", "ec"), 4: ("n", "ec"), 8: ("c", "e", "ec")}            # by bucket
 LONG = ((1, 32768), (1, 16384), (1, 8192), (4, 32768))
+MODELS = "8b", "1b"
 COVERAGE = ((1, 512), (16, 8192), (1, 32768))
+
+
+def bucket_of(rows: int) -> int:
+    """Whose kernels `long` takes for so many sequences."""
+    return 1 if rows == 1 else 8
 
 
 def varied(spec: Any, tuning: Any) -> dict[str, Any]:
@@ -150,7 +156,7 @@ class DecodeBench(Bench):
 
     def time_long(self, model: str, rows: int, length: int) -> None:
         """Split and merge alone, no RoPE: what the share of a plain read is said of."""
-        spec, bucket = self.library.spec(f"rope.{model}"), min(b for b in (1, 8) if b >= rows)
+        spec, bucket = self.library.spec(f"rope.{model}"), bucket_of(rows)
         moved = rows * length * spec["num_kv_heads"] * spec["head_dim"] * 4
         layers = max(2, math.ceil(400e6 / moved) // 2 * 2)
         case = self.dev.PagedCase(spec, [length] * rows, layers=layers)
@@ -189,11 +195,11 @@ class DecodeBench(Bench):
         if "check" in parts:
             work.append(self.check_all)
         if "shared" in parts:
-            work += [lambda m=m, c=c: self.time_shared(m, *c) for c in SHARED for m in ("8b", "1b")]
+            work += [lambda m=m, c=c: self.time_shared(m, *c) for c in SHARED for m in MODELS if self.spread(m, c[0])]
         if "long" in parts:
-            work += [lambda m=m, c=c: self.time_long(m, *c) for c in LONG for m in ("8b", "1b")]
+            work += [lambda m=m, c=c: self.time_long(m, *c) for c in LONG for m in MODELS if self.spread(m, bucket_of(c[0]))]
         if "chain" in parts:
-            work += [lambda m=m, c=c: self.time_case(m, *c) for c in CHAIN for m in ("8b", "1b")]
+            work += [lambda m=m, c=c: self.time_case(m, *c) for c in CHAIN for m in MODELS if self.spread(m, c[0])]
         if "coverage" in parts:
             work += [lambda n=n, c=c: self.time_coverage(n, *c) for c in COVERAGE for n in self.library.names("alone.")]
         for one in work:

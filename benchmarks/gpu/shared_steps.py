@@ -1,8 +1,8 @@
 """Requests that begin alike, through the whole engine, with the second graph of the decode buckets and without: it is taken,
 the logits agree, greedy tokens are equal but for ties, and what a step takes.
 
-    python benchmarks/gpu/build_models.py FOLDER --model llama-3.2-1b --max-batch 32       # anywhere with nvcc
-    python benchmarks/gpu/shared_steps.py FOLDER --model llama-3.2-1b --out FILE           # on the GPU
+    python benchmarks/gpu/build_models.py FOLDER --model llama-3.2-1b --max-batch 32 --enable SpreadDecode   # with nvcc
+    python benchmarks/gpu/shared_steps.py FOLDER --model llama-3.2-1b --out FILE                             # on the GPU
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", default="32x8192,32x2048,8x8192,32x512", help="sequences x shared tokens")
     args = parser.parse_args()
-    stem = args.folder / f"{args.model}-bf16"
+    stem = args.folder / f"{args.model}-bf16-SpreadDecode"
     description = json.loads(Path(f"{stem}.json").read_text())
     tensors, _ = make_parameters(description)
     both, first = (load(Path(f"{stem}.so"), {**description, "buckets": {

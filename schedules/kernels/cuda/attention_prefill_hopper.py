@@ -18,7 +18,7 @@ from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_attend import att
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_convert import convert_tiles
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_fetch import fetch_tiles
 from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_memory import PrefillMemory, encode_maps
-from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import GROUP, HopperTuning, fits
+from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import HopperTuning, fits
 from relaxpack.schedules.kernels.cuda.common import device
 from relaxpack.schedules.kernels.cuda.fragments import AWAIT, RELEASE
 from tvm.script import tirx as T
@@ -40,8 +40,8 @@ def _body(spec: AttentionSpec, tuning: HopperTuning) -> Any:
         with device():
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
             bx = T.cta_id([T.Cast("int32", tuning.grid(spec, t, b, T.min))])
-            wid = T.warp_id([(CONSUMERS + 1) * 4])
-            tx = T.thread_id([(CONSUMERS + 1) * GROUP])
+            wid = T.warp_id([tuning.threads // 32])
+            tx = T.thread_id([tuning.threads])
             pool = T.SMEMPool()
             memory = T.meta_var(PrefillMemory(spec, tuning, pool))
             initialise = T.meta_var(memory.initialise())

@@ -14,7 +14,6 @@ from tvm.script import tirx as T
 START, TOKENS_LEFT, POSITION, FIRST_KEY, HEAD, END = range(6)     # words of `info`; the last one of shared keys only
 SWIZZLE_64, SWIZZLE_128, PROMOTE_128 = 2, 3, 2                # of a tensor map
 TMA_LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-CONVERTERS = 3                                                # warps that convert, beside the one that fetches
 RAW_KEYS, RAW_VALUES, RAW_END = range(3)                      # what a tile of e4m3 numbers is
 
 
@@ -47,7 +46,7 @@ class PrefillMemory:
     def initialise(self) -> Any:
         """Inline, of one thread: all barriers, by how many arrivals fill or free a stage."""
         fp8, tuning = self.spec.fp8, self.tuning
-        consumers, fetchers = tuning.consumers * 4, CONVERTERS if fp8 else 1
+        consumers, fetchers = tuning.consumers * 4, tuning.converters if fp8 else 1
 
         @T.inline
         def initialise():
@@ -63,7 +62,7 @@ class PrefillMemory:
             if fp8:
                 for s in T.unroll(tuning.raw_stages):
                     T.ptx.mbarrier.init.shared.b64(self.full_raw.ptr_to([s]), T.uint32(1))
-                    T.ptx.mbarrier.init.shared.b64(self.empty_raw.ptr_to([s]), T.uint32(CONVERTERS))
+                    T.ptx.mbarrier.init.shared.b64(self.empty_raw.ptr_to([s]), T.uint32(fetchers))
             T.ptx.fence.proxy.async_.shared__cta()
 
         return initialise

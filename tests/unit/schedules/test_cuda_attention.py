@@ -146,6 +146,8 @@ def test_decode_attention_equals_float64(s: AttentionSpec, lengths: list[int], t
      HopperTuning(consumers=3, keys=96, query_stages=1, raw_stages=4, blocks=2), 1e-2),
     (spec(16, 2, kv=FP8), [1, 95, 0, 97, 130], [0, 1, 16, 95, 300], None, 1.0),             # 3 consumers, tiles of 96 keys
     (spec(8, 2, page_size=64, kv=FP8), [1, 63, 64, 200], [127, 1, 0, 65], None, 30.0),        # pages of 64: 2 consumers
+    (spec(8, 2, 128, kv=FP8), [1, 17, 130], [0, 5, 370], HopperTuning(blocks=3, converters=7), 1.0),
+    (spec(8, 2, dtype="float16", kv=FP8), [70, 0, 9], [100, 0, 30], HopperTuning(raw_stages=4, converters=7), 1.0),
     (spec(8, 2, 128, window=100, kv=FP8), [129, 1, 40], [300, 127, 0], None, 1.0),
     (spec(2, 2, 256, 64, window=70, kv=FP8), [65, 1], [0, 190], None, 1.0),
 ])
@@ -373,6 +375,8 @@ def test_e4m3_pages_take_wgmma_where_it_can() -> None:
         assert prefill_attention(s, arch).source == "rule:cuda.prefill_attention" + kernel, (head_dim, arch, page_size)
     assert not attention_prefill_hopper_tuning.fits(spec(head_dim=96, kv=FP8), HopperTuning())
     assert not attention_prefill_hopper_tuning.fits(spec(head_dim=128, kv=FP8), HopperTuning(raw_stages=8))
+    assert not attention_prefill_hopper_tuning.fits(spec(head_dim=128), HopperTuning(converters=7))
+    assert not attention_prefill_hopper_tuning.fits(spec(head_dim=64, kv=FP8), HopperTuning(3, 64, converters=7))
 
 
 def test_few_tokens_of_narrow_heads_take_narrow_tiles() -> None:
