@@ -19,22 +19,18 @@ Reported: medians over the rounds, and the median of the ratios round by round. 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from cpu_peers import gguf_path
 from serve import load_average, measure
+from server_process import ServerFailed, running
 
 from relaxpack.bench.load import served_bundle
 from relaxpack.bench.report import environment
@@ -44,35 +40,9 @@ _KEPT = ("output_tokens_per_second", "seconds", "output_tokens", "prompt_tokens"
          "inter_token_latency")
 
 
-@contextlib.contextmanager
-def llama_server(binary: Path, streams: int, threads: int) -> Iterator[str]:
-    """llama.cpp's server, ready; gives its URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [binary, "--model", gguf_path(), "--host", "127.0.0.1", "--port", str(port), "--parallel", str(streams),
-         "--ctx-size", str(streams * CONTEXT), "--threads", str(threads), "--threads-batch", str(threads), "--no-webui"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + 120
-        while not _ready(url):
-            if process.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"{binary} did not start (exit code {process.poll()}): run it by hand to see why")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+def llama_server(binary: Path, port: int, streams: int, threads: int) -> list[str | Path]:
+    return [binary, "--model", gguf_path(), "--host", "127.0.0.1", "--port", str(port), "--parallel", str(streams),
+            "--ctx-size", str(streams * CONTEXT), "--threads", str(threads), "--threads-batch", str(threads), "--no-webui"]
 
 
 def version(binary: Path) -> str:
@@ -94,9 +64,10 @@ def main() -> None:
     before = load_average(arguments.busy)
     threads = len(os.sched_getaffinity(0))
     rounds: list[dict[str, dict[str, Any]]] = []
-    with served_bundle(arguments.bundle) as ours, \
-            llama_server(arguments.llama_server, max(arguments.streams), threads) as theirs:
-        urls = {"relaxpack": ours, "llama.cpp": theirs}
+    with served_bundle(arguments.bundle) as ours, tempfile.NamedTemporaryFile() as log, \
+            running(lambda port: llama_server(arguments.llama_server, port, max(arguments.streams), threads),
+                    Path(log.name), 120) as theirs:
+        urls = {"relaxpack": ours, "llama.cpp": theirs.url}
         for url in urls.values():       # the first run of each warms up
             measure(url, max(arguments.streams), arguments.prompt_tokens, 16, seed=1000)
         for number in range(arguments.rounds):
@@ -133,4 +104,7 @@ def medians(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, floa
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ServerFailed as error:
+        sys.exit(f"llama.cpp's server {error}")

@@ -11,27 +11,19 @@ import json
 import struct
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.models import MODELS
+from benchmarks.gpu.published_config import config_json
 from benchmarks.gpu.random_bundle import tokenizer_json
-
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def write(name: str, folder: Path) -> None:
     model = MODELS[name]
     family, hidden = model.architecture, model.hidden_size
     folder.mkdir(parents=True, exist_ok=True)
-    config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[family]], "model_type": family, "hidden_size": hidden,
-        "intermediate_size": model.intermediate_size, "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim,
-        "vocab_size": model.vocab_size, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-        "rope_theta": model.rope.theta, "tie_word_embeddings": model.tie_embeddings, "bos_token_id": 0,
-        "eos_token_id": 1, "torch_dtype": "bfloat16"}
+    config = config_json(model, model.intermediate_size, model.rope.theta, model.tie_embeddings)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_bytes(tokenizer_json(model.vocab_size))
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

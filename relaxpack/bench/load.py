@@ -47,16 +47,24 @@ async def _run(client: LoadClient, workload: Workload, warmup: int, progress: Ca
         if sample.error is not None:
             raise EnvironmentProblem(f"the server cannot answer the first request: {sample.error}")
     started = time.perf_counter()
+    samples = await answer_requests(client, requests, started, workload.concurrency, progress)
+    return Run(sorted(samples, key=lambda s: s.number), time.perf_counter() - started, model, workload)
+
+
+async def answer_requests(client: LoadClient, requests: Sequence[LoadRequest], started: float, concurrency: int | None,
+                          progress: Callable[[int], None] = lambda done: None) -> list[Sample]:
+    """Samples in the order of their ends. `started` is `time.perf_counter()` at second 0 of the run. `concurrency`: requests
+    at once; None: each when it is due."""
     samples: list[Sample] = []
 
     async def one(request: LoadRequest, due: float) -> None:
         samples.append(await client.complete(request.number, request.prompt, request.output_tokens, started, due))
         progress(len(samples))
-    if workload.rate is not None:
+    if concurrency is None:
         await _open_loop(requests, one, started)
     else:
-        await _closed_loop(requests, one, started, workload.concurrency or 1)
-    return Run(sorted(samples, key=lambda s: s.number), time.perf_counter() - started, model, workload)
+        await _closed_loop(requests, one, started, concurrency)
+    return samples
 
 
 async def _open_loop(requests: Sequence[LoadRequest], one: Callable[[LoadRequest, float], Any], started: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from relaxpack.errors import UsageError
@@ -58,7 +58,7 @@ class Workload:
 class LoadRequest:
     number: int
     arrival: float          # seconds after the start; 0 in a closed loop
-    prompt: str
+    prompt: str | Sequence[int]     # text or token ids
     output_tokens: int
 
 

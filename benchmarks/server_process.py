@@ -1,0 +1,93 @@
+"""A server under measurement as a process of its own: started on a free port, waited for, and ended with whatever it
+started itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class ServerFailed(Exception):
+    """It did not start or ended early; the message has its last words."""
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    group: int              # of its processes
+    start_seconds: float    # until /health said 200
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all its processes so far."""
+        ticks = 0
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                with contextlib.suppress(OSError):      # it ended meanwhile
+                    fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                    if int(fields[2]) == self.group:
+                        ticks += int(fields[11]) + int(fields[12])
+        return ticks / _TICKS
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(command_at: Callable[[int], Sequence[str | Path]], log: Path, seconds: float, *,
+            env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """The server that `command_at(port)` starts, once its /health says 200, for at most `seconds`. What it says goes to
+    `log`. Raises ServerFailed."""
+    port = free_port()
+    command = command_at(port)
+    started = time.monotonic()
+    with log.open("wb") as said:
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=env,
+                                       start_new_session=True)
+        except OSError as error:
+            raise ServerFailed(f"cannot start {command[0]}: {error.strerror or error}") from error
+    try:
+        while not _ready(f"http://127.0.0.1:{port}/health"):
+            if process.poll() is not None:
+                raise ServerFailed(f"ended with code {process.returncode} before it answered: {_last_words(log)}")
+            if time.monotonic() - started > seconds:
+                raise ServerFailed(f"does not answer after {seconds:.0f} s: {_last_words(log)}")
+            time.sleep(0.1)
+        yield Server(f"http://127.0.0.1:{port}", process.pid, time.monotonic() - started)
+    finally:
+        _end(process)
+
+
+def _ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The whole group: politely, then whatever is left of it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+
+
+def _last_words(log: Path, characters: int = 600) -> str:
+    return " ".join(log.read_text(errors="replace").split())[-characters:] or "it said nothing"
