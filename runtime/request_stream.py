@@ -28,6 +28,16 @@ class Piece:
     stop: str | int | None = None                   # the stop string or token id that ended it
     error: str | None = None
 
+    def extend(self, more: Piece) -> None:
+        """Add what came after it in the same output."""
+        self.text += more.text
+        self.token_ids += more.token_ids
+        self.logprobs += more.logprobs
+        self.finish_reason, self.stop, self.error = more.finish_reason, more.stop, more.error
+
+
+_BROKEN = (FinishReason.ERROR, FinishReason.ABORT)      # ends; strings of a piece equal them
+
 
 class RequestStream:
     """Pieces of one request, as they come. Read it from one thread or one task; leaving the `with` cancels the rest."""
@@ -63,8 +73,7 @@ class RequestStream:
         with self._arrived:
             while not self._items:
                 self._arrived.wait()
-            item = self._items.popleft()
-        return self._read(item)
+        return self._next()
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self
@@ -79,7 +88,7 @@ class RequestStream:
             self._wake.clear()
             if not self._items:         # the engine appends first and wakes then, so nothing is missed
                 await self._wake.wait()
-        return self._read(self._items.popleft())
+        return self._next()
 
     def __enter__(self) -> RequestStream:
         return self
@@ -99,6 +108,14 @@ class RequestStream:
 
     async def collect_async(self) -> list[Piece]:
         return _merge([piece async for piece in self], self.request.params.n)
+
+    def _next(self) -> Piece:
+        """The next piece: a token of one output, or all of its tokens that wait in a row. So a reader that falls behind, say
+        because every piece costs it a chunk on a socket, has fewer pieces to read and never falls behind for good."""
+        piece = self._read(self._items.popleft())
+        while self._items and piece.finish_reason is None and _goes_on(piece, self._items[0]):
+            piece.extend(self._read(self._items.popleft()))
+        return piece
 
     def _read(self, item: Piece | TokenEvent) -> Piece:
         piece = item if isinstance(item, Piece) else self._piece(item)
@@ -143,14 +160,16 @@ class RequestStream:
         return ended
 
 
+def _goes_on(piece: Piece, item: Piece | TokenEvent) -> bool:
+    """Whether an item belongs to the same output. A broken end stays apart: who reads it drops its text."""
+    index = item.index if isinstance(item, Piece) else item.sequence.index
+    return index == piece.index and item.finish_reason not in _BROKEN
+
+
 def _merge(pieces: Iterable[Piece], count: int) -> list[Piece]:
     merged = [Piece(index) for index in range(count)]
     for piece in pieces:
-        whole = merged[piece.index]
-        whole.text += piece.text
-        whole.token_ids += piece.token_ids
-        whole.logprobs += piece.logprobs
-        whole.finish_reason, whole.stop, whole.error = piece.finish_reason, piece.stop, piece.error
+        merged[piece.index].extend(piece)
     return merged
 
 

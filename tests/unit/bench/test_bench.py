@@ -126,7 +126,9 @@ def test_nobody_there_is_said():
         run_load(LoadClient("http://127.0.0.1:9"), Workload(1, concurrency=1, prompt_tokens=5, output_tokens=3))
 
 
-def test_the_command_prints_a_table_json_and_a_picture(server, tmp_path):
+def test_the_command_prints_a_table_json_and_a_picture(server, tmp_path, monkeypatch):
+    runner = server.state.model.engine.call(lambda engine: engine.runner).result(DEADLINE)
+    monkeypatch.setattr(runner, "delay", 0.005)     # so that tokens come one after the other, and there are gaps
     picture, document = tmp_path / "load.svg", tmp_path / "load.json"
     arguments = ["serve", server.url, "-r", "8", "-c", "2", "--prompt-tokens", "10", "--output-tokens", "6", "--svg",
                  str(picture), "--out", str(document)]

@@ -69,7 +69,40 @@ def test_text_streams_and_joins_to_the_whole(tokenizer):
     ids = runner.reference_greedy([1, 2, 3], 12)
     assert [t for p in pieces for t in p.token_ids] == ids
     assert "".join(p.text for p in pieces) == tokenizer.decode(ids)
-    assert [p.finish_reason for p in pieces] == [None] * 11 + ["length"]
+    assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+def test_a_reader_that_keeps_up_gets_single_tokens_and_a_slow_one_what_waits(tokenizer):
+    runner = runner_for(tokenizer)
+    ids = runner.reference_greedy([1, 2, 3], 12)
+    for stop in ((), ("never said",)):       # text made by the reader, or by the engine
+        with AsyncEngine(Engine(runner), tokenizer) as shared, runner.gate.held(5) as gate:
+            stream = shared.submit([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=12, stop=stop))
+            eventually(lambda: gate.holds)
+            pieces = [next(stream)]
+            for _ in range(3):
+                gate.allow(1)
+                pieces.append(next(stream))
+                eventually(lambda: gate.holds)
+            gate.allow(None)
+            eventually(lambda: stream.request.finished)
+            pieces += stream
+        assert [p.token_ids for p in pieces] == [ids[:5], ids[5:6], ids[6:7], ids[7:8], ids[8:]]
+        assert [p.finish_reason for p in pieces] == [None] * 4 + ["length"]
+        assert "".join(p.text for p in pieces) == tokenizer.decode(ids)
+
+
+def test_an_error_comes_apart_from_the_tokens_before_it(tokenizer):
+    runner = runner_for(tokenizer)
+    with AsyncEngine(Engine(runner), tokenizer) as shared, runner.gate.held(3) as gate:
+        stream = shared.submit([1, 2, 3], GREEDY)
+        eventually(lambda: gate.holds)
+        runner.fail_next = RuntimeError("gone wrong")
+        gate.allow(None)
+        eventually(lambda: stream.request.finished)
+        tokens, error = stream
+    assert tokens.token_ids == runner.reference_greedy([1, 2, 3], 3) and tokens.finish_reason is None and tokens.text
+    assert error.finish_reason == "error" and "gone wrong" in error.error and not error.token_ids
 
 
 def test_end_token_has_no_text(tokenizer):
