@@ -65,7 +65,7 @@ def run_server(streams: int, tokens: int, seconds: float, profile: bool) -> None
     tokenizer = Tokenizer(tokenizer_json(device.vocab_size).decode())
     model = ServedModel(AsyncEngine(Engine(device, executor=device), tokenizer), tokenizer, ["counting"])
     listener = listen("127.0.0.1", 0)
-    profiler = cProfile.Profile() if profile else None
+    profiler = cProfile.Profile(time.thread_time) if profile else None
     if profiler is not None:
         profiler.enable()
     serve(model, listener, Limits(), on_ready=lambda: print(url_of(listener), flush=True))

@@ -176,6 +176,7 @@ class AsyncEngine:
     def _deliver(self, events: list[TokenEvent]) -> None:
         """Hand events to their streams, and wake each reader once."""
         touched: dict[RequestStream, None] = {}
+        ends: list[RequestStream] = []
         for event in events:
             stream = self._streams.get(event.request)
             if stream is None:
@@ -183,8 +184,10 @@ class AsyncEngine:
             ended = stream.deliver(event)
             if ended is not None:
                 self._engine.finish(ended, FinishReason.STOP)
+            if ended is not None or event.finish_reason is not None:
+                ends.append(stream)
             touched[stream] = None
-        for stream in touched:      # only now: a step may end several outputs of one request
+        for stream in ends:         # only now: a step may end several outputs of one request
             if stream.request.finished:
                 self._streams.pop(stream.request, None)
         wake(touched)

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 from relaxpack.runtime.engine import TokenEvent
 from relaxpack.runtime.request import FinishReason, Request, Sequence
@@ -112,30 +113,29 @@ class RequestStream:
     def _next(self) -> Piece:
         """The next piece: a token of one output, or all of its tokens that wait in a row. So a reader that falls behind, say
         because every piece costs it a chunk on a socket, has fewer pieces to read and never falls behind for good."""
-        piece = self._read(self._items.popleft())
-        while self._items and piece.finish_reason is None and _goes_on(piece, self._items[0]):
-            piece.extend(self._read(self._items.popleft()))
-        return piece
-
-    def _read(self, item: Piece | TokenEvent) -> Piece:
-        piece = item if isinstance(item, Piece) else self._piece(item)
+        items = [self._items.popleft()]
+        while self._items and items[-1].finish_reason is None and _goes_on(items[0], self._items[0]):
+            items.append(self._items.popleft())
+        if self._eager:
+            piece, *others = cast(list[Piece], items)
+            for other in others:
+                piece.extend(other)
+        else:
+            piece = self._piece(cast(list[TokenEvent], items))
         if piece.finish_reason is not None:
             self._open -= 1
         return piece
 
-    def _piece(self, event: TokenEvent) -> Piece:
-        """Text of an event; an end token has none."""
-        sequence, reason = event.sequence, event.finish_reason
-        piece = Piece(sequence.index, finish_reason=reason.value if reason is not None else None)
-        if event.token_id is not None:
-            piece.token_ids.append(event.token_id)
-            if event.logprobs is not None:
-                piece.logprobs.append(event.logprobs)
+    def _piece(self, events: list[TokenEvent]) -> Piece:
+        """Text of events of one output; an end token has none."""
+        sequence, reason = events[-1].sequence, events[-1].finish_reason
+        ids = [event.token_id for event in events if event.token_id is not None]
+        piece = Piece(sequence.index, "", ids, [event.logprobs for event in events if event.logprobs is not None],
+                      reason.value if reason is not None else None)
         stopped_by_token = reason is FinishReason.STOP and sequence.stop_token_id is not None
         if self._texts is not None:
             text = self._texts[sequence.index]
-            if event.token_id is not None and not stopped_by_token:
-                piece.text = text.add([event.token_id])
+            piece.text = text.add(ids[:-1] if stopped_by_token else ids)
             if text.stop is not None:
                 piece.finish_reason, piece.stop = FinishReason.STOP.value, text.stop
             elif reason is not None:
@@ -152,7 +152,7 @@ class RequestStream:
         if self._eager:
             if event.sequence.index in self._stopped:
                 return None             # the engine's own word on what a stop string has ended
-            item = self._piece(event)
+            item = self._piece([event])
             if item.finish_reason is not None:
                 self._stopped.add(event.sequence.index)
                 ended = event.sequence if event.finish_reason is None else None
@@ -160,10 +160,13 @@ class RequestStream:
         return ended
 
 
-def _goes_on(piece: Piece, item: Piece | TokenEvent) -> bool:
+def _goes_on(first: Piece | TokenEvent, item: Piece | TokenEvent) -> bool:
     """Whether an item belongs to the same output. A broken end stays apart: who reads it drops its text."""
-    index = item.index if isinstance(item, Piece) else item.sequence.index
-    return index == piece.index and item.finish_reason not in _BROKEN
+    return _index(item) == _index(first) and item.finish_reason not in _BROKEN
+
+
+def _index(item: Piece | TokenEvent) -> int:
+    return item.index if isinstance(item, Piece) else item.sequence.index
 
 
 def _merge(pieces: Iterable[Piece], count: int) -> list[Piece]:
