@@ -55,12 +55,11 @@ class HopperPrefixTuning:
 
 def hopper_prefix_tuning(spec: AttentionSpec, rows: int, arch: str) -> HopperPrefixTuning | None:
     """As many blocks as an H200 has multiprocessors; None where there is no such kernel, or so few queries that most of a
-    tile would be empty: `attention_prefix.py` serves those."""
-    keys = 64 if spec.head_dim == 256 else 128
+    tile would be empty, or heads of 256, for which it has not run on a GPU: `attention_prefix.py` serves those."""
     blocks = HopperPrefixTuning(1).tiles(spec, rows) * spec.num_kv_heads
-    tuning = HopperPrefixTuning(max(1, min(16, 132 // blocks)), keys)
+    tuning = HopperPrefixTuning(max(1, min(16, 132 // blocks)))
     few = rows * (spec.num_heads // spec.num_kv_heads) < LEAST_QUERIES
-    return tuning if arch == "sm_90a" and not few and shares_prefix(spec, arch) and fits(spec, tuning.roles) else None
+    return tuning if arch == "sm_90a" and not few and spec.head_dim <= 128 and shares_prefix(spec, arch) and fits(spec, tuning.roles) else None
 
 
 def prefix_parts_function(spec: AttentionSpec, tuning: HopperPrefixTuning) -> Any:

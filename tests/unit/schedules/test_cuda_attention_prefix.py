@@ -131,8 +131,8 @@ def test_choices_fit_shared_memory_and_tiles_divide_what_is_shared(arch: str, he
         assert SHARED_KEYS % tuning.keys == 0 and shared_bytes(s, tuning) <= LIMITS[arch][0] * 1024
 
 
-def test_wgmma_reads_shared_keys_where_it_can() -> None:
-    for head_dim in (64, 128, 256):
+def test_wgmma_reads_shared_keys_where_it_was_measured() -> None:
+    for head_dim in (64, 128):
         s = spec(32, 8, head_dim)
         for rows in (8, 32, 128):
             tuning = hopper_prefix_tuning(s, rows, "sm_90a")
@@ -142,7 +142,7 @@ def test_wgmma_reads_shared_keys_where_it_can() -> None:
                   for rows in (1, 4, 8, 64) for arch in ("sm_90a", "sm_90")}
         assert stages == {(1, "sm_90a"): 2, (4, "sm_90a"): 3, (8, "sm_90a"): 4, (64, "sm_90a"): 4,
                           (1, "sm_90"): 2, (4, "sm_90"): 3, (8, "sm_90"): 3, (64, "sm_90"): 3}
-    for other in (spec(32, 8, 96), spec(32, 8, 128, 4), spec(32, 8, 128, window=100), spec(32, 8, 128, kv=FP8)):
+    for other in (spec(32, 8, 96), spec(32, 8, 256), spec(32, 8, 128, 4), spec(32, 8, window=100), spec(32, 8, kv=FP8)):
         assert hopper_prefix_tuning(other, 32, "sm_90a") is None
 
 
@@ -197,7 +197,7 @@ def test_compiles_without_local_memory(arch: str) -> None:
     funcs = {f"spread_{name}_{i}": stage.func for name, kernel in kernels.items() if kernel is not None
              for i, stage in enumerate(kernel.stages)}
     found = harness.resources(harness.generate_source(funcs, arch), arch)
-    assert len(found) == len(funcs) == 3 * len(kernels) - 1 + 4 * (arch == "sm_90a")        # all but those of d96 and 1 row
+    assert len(found) == len(funcs) == 3 * len(kernels) - 1 + 3 * (arch == "sm_90a")        # those by wgmma are two
     for kernel in found:
         assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0, kernel
 
