@@ -58,8 +58,8 @@ def hopper_prefix_tuning(spec: AttentionSpec, rows: int, arch: str) -> HopperPre
     tile would be empty, or heads of 256, for which it has not run on a GPU: `attention_prefix.py` serves those."""
     blocks = HopperPrefixTuning(1).tiles(spec, rows) * spec.num_kv_heads
     tuning = HopperPrefixTuning(max(1, min(16, 132 // blocks)))
-    few = rows * (spec.num_heads // spec.num_kv_heads) < LEAST_QUERIES
-    return tuning if arch == "sm_90a" and not few and spec.head_dim <= 128 and shares_prefix(spec, arch) and fits(spec, tuning.roles) else None
+    measured = spec.head_dim <= 128 and rows * (spec.num_heads // spec.num_kv_heads) >= LEAST_QUERIES
+    return tuning if arch == "sm_90a" and measured and shares_prefix(spec, arch) and fits(spec, tuning.roles) else None
 
 
 def prefix_parts_function(spec: AttentionSpec, tuning: HopperPrefixTuning) -> Any:
