@@ -7,14 +7,13 @@ import multiprocessing
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 
 from relaxpack.bench.client import LoadClient, Sample
 from relaxpack.bench.load import answer_requests
 from relaxpack.bench.workload import LoadRequest
 
 STREAMS_EACH = 16       # of a client process, where there are cores enough
-_START = 1.0            # seconds that processes get to be there
+_START, _LATE = 0.2, 60.0       # seconds: from when all processes are there; that a process may take to be there, or to end
 
 
 def client_processes(streams: int) -> int:
@@ -27,13 +26,14 @@ def answer_from(processes: int, url: str, model: str, requests: Sequence[LoadReq
     times are those of one clock. `timeout`: seconds of a request, after which its sample has an error."""
     shares = [None] * processes if concurrency is None else [
         len(range(number, concurrency, processes)) for number in range(processes)]
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        for ready in [pool.submit(time.sleep, 0.1) for _ in range(processes)]:      # the start of a process takes a while
-            ready.result()
+    context = multiprocessing.get_context("spawn")
+    all_there = context.Barrier(processes + 1)
+    with context.Pool(processes, all_there.wait, (_LATE,)) as pool:     # leaving it ends them, whatever they do
+        all_there.wait(_LATE)
         started = time.perf_counter() + _START
-        parts = [pool.submit(_answer, url, model, requests[number::processes], share, started, timeout)
+        parts = [pool.apply_async(_answer, (url, model, requests[number::processes], share, started, timeout))
                  for number, share in enumerate(shares)]
-        samples = sorted((s for part in parts for s in part.result()), key=lambda s: s.number)
+        samples = sorted((s for part in parts for s in part.get(timeout + _LATE)), key=lambda s: s.number)
     return samples, max(s.last or 0.0 for s in samples)
 
 

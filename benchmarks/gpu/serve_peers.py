@@ -17,6 +17,7 @@ import json
 import os
 import random
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="for each server, its start included")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))      # so that no server is left behind
     bundle = args.bundle or args.folder / f"{args.model}-bf16.bundle"
     description = args.folder / f"{args.model}-bf16.json"
     if not description.exists():

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from relaxpack.dist.bundle import Bundle
+from tests.helpers.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "serve_peers.py"
@@ -30,9 +31,12 @@ def folder(tiny_bundle: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def command_of(folder: Path, *options: str | Path) -> list[str | Path]:
+    return [sys.executable, SCRIPT, folder, "--model", "tiny", "--out", folder / "out.json", *FEW, *options]
+
+
 def run(folder: Path, *options: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SCRIPT, folder, "--model", "tiny", "--out", folder / "out.json", *FEW, *options],
-                          cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command_of(folder, *options), cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def saved(folder: Path) -> dict[str, Any]:
@@ -86,6 +90,18 @@ def test_a_peer_that_fails_leaves_our_results(folder: Path, command: str, limit:
     done = run(folder, "--peer", "vllm", "--only", "peer", "--peer-command", command, "--limit", limit)
     assert done.returncode == 1 and says in done.stdout and "failed: vllm" in done.stderr
     assert saved(folder)["systems"]["vllm"]["error"] and not saved(folder)["systems"]["vllm"]["cases"]
+
+
+def test_no_server_is_left_behind(folder: Path) -> None:
+    """Ended in the middle: the server runs, and waits for nothing else."""
+    command = f"{sys.executable} -c 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'"
+    process = subprocess.Popen(command_of(folder, "--peer", "vllm", "--only", "peer", "--peer-command", command), cwd=ROOT,
+                               stderr=subprocess.PIPE, text=True)
+    said = folder / "out.vllm.log"
+    eventually(lambda: said.exists() and said.read_text().strip())
+    process.terminate()
+    assert "ended by SIGTERM" in process.communicate(timeout=60)[1] and process.returncode == 1
+    assert not Path(f"/proc/{int(said.read_text())}").exists()
 
 
 def test_the_mixed_case_has_lengths_of_people_in_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
