@@ -1,7 +1,7 @@
 """What HTTP costs the server: processor time per streamed token of `N` clients at once, over an engine whose device takes
 a given time for a step and computes nothing.
 
-    python benchmarks/http_overhead.py [--streams 1 8 32 128] [--step-ms 0]
+    python benchmarks/http_overhead.py [--streams 1 8 32 128] [--step-ms 0 1.7 7.5]
         [--json > benchmarks/results/http_overhead-$(date +%F).json]
 
 The server is a process of its own, the client reads bytes and counts, so it costs little. One Python process runs on one
@@ -143,16 +143,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--tokens", type=int, default=256, help="of each answer")
-    parser.add_argument("--step-ms", type=float, default=0.0, help="that the device takes for a step")
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[0.0], help="that the device takes for a step")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="cProfile of the thread that speaks HTTP, to stderr")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        run_server(args.serve, args.tokens, args.step_ms / 1e3, args.profile)
+        run_server(args.serve, args.tokens, args.step_ms[0] / 1e3, args.profile)
         return
-    rows = [measure(streams, args.tokens, args.step_ms, args.runs, args.profile) for streams in args.streams]
+    rows = [measure(streams, args.tokens, step_ms, args.runs, args.profile)
+            for step_ms in args.step_ms for streams in args.streams]
     if args.json:
         print(json.dumps({"rows": rows, "environment": environment()}, indent=2))
         return

@@ -93,11 +93,13 @@ def serving() -> list[str]:
                   f"results/{name}.", ""]
     if (found := newest("http_overhead-*.json")) is not None:
         name, data = found
-        rows = [[r["streams"], f"{r['step_ms']:g}", f"{r['us_per_token']:.0f}", f"{r['tokens_per_second_of_a_core']}",
+        rows = [[r["streams"], f"{r['step_ms']:g}", f"{r['us_per_token']:.0f}", r["tokens_per_second"],
                  f"{r['tokens_per_chunk']:.1f}"] for r in data["rows"]]
+        env = data["environment"]
         lines += ["The whole server on such a device, steps of a given length, streamed completions: processor time of a "
-                  f"token from the engine to the socket. `benchmarks/http_overhead.py`, results/{name}.", "",
-                  *table(["clients", "step ms", "us a token", "tokens per second of a core", "tokens a chunk"], rows)]
+                  "token from the engine to the socket, and what one process gave (load average "
+                  f"{env['load_average']:.0f} on {env['cores']} cores). `benchmarks/http_overhead.py`, results/{name}.", "",
+                  *table(["clients", "step ms", "us a token", "tokens per second", "tokens a chunk"], rows)]
     if (found := newest("soak-*.json")) is not None:
         name, data = found
         parts = data["parts"]
