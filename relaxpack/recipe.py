@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class FromCheckpoint:
@@ -66,6 +68,12 @@ class RopeTable:
     positions: int
     frequencies: tuple[float, ...]
     factor: float = 1.0
+
+    def numbers(self) -> np.ndarray:
+        """Angles are float32 products, as in the reference implementations; their cosines and sines are rounded once."""
+        angles = np.arange(self.positions, dtype=np.float32)[:, None] * np.asarray(self.frequencies, np.float32)
+        wide = angles.astype(np.float64)
+        return np.concatenate([np.cos(wide), np.sin(wide)], axis=1).astype(np.float32) * np.float32(self.factor)
 
 
 Recipe = FromCheckpoint | Concat | ScaleColumns | ScaleBy | Pack | Filled | RopeTable

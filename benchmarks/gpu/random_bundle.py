@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from relaxpack.compile.weights import rope_table
 from relaxpack.dist.bundle import BundleWriter
 from relaxpack.dist.integrity import canonical_json
 from relaxpack.dist.manifest import Manifest, TargetEntry, WeightsSummary
@@ -67,7 +66,7 @@ def write(stem: Path, out: Path) -> Manifest:
         with writer.params(target.file_stem) as params:
             for p in description["parameters"]:
                 recipe = from_json(p["recipe"])
-                array = (rope_table(recipe) if isinstance(recipe, RopeTable)
+                array = (recipe.numbers() if isinstance(recipe, RopeTable)
                          else weights.make(p["name"], p["shape"], p["dtype"]))
                 size += array.nbytes
                 params.add(p["name"], {"": array})

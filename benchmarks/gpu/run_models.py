@@ -23,7 +23,6 @@ from quantised_weights import gate_first, make
 
 import relaxpack.tvm_setup  # noqa: F401
 import tvm
-from relaxpack.compile.weights import rope_table
 from relaxpack.model_info import ModelInfo
 from relaxpack.recipe import Pack, RopeTable, from_json
 from relaxpack.runtime import cuda_memory
@@ -45,7 +44,7 @@ def make_parameters(description: dict[str, Any]) -> tuple[list[Any], dict[str, t
     for p in description["parameters"]:
         name, shape, recipe = p["name"], p["shape"], from_json(p["recipe"])
         if isinstance(recipe, RopeTable):
-            tensors.append(tvm.runtime.from_dlpack(torch.from_numpy(rope_table(recipe)).cuda()))
+            tensors.append(tvm.runtime.from_dlpack(torch.from_numpy(recipe.numbers()).cuda()))
             continue
         base = name.split("@")[0]
         if isinstance(recipe, Pack) and FORMATS[recipe.format].quantized:

@@ -93,13 +93,6 @@ def _concat(parts: list[Weight]) -> Weight:
                            np.concatenate([p.scales for p in parts]), minimums, zeros)  # type: ignore[union-attr]
 
 
-def rope_table(recipe: RopeTable) -> np.ndarray:
-    """Angles are float32 products, as in the reference implementations; their cosines and sines are rounded once."""
-    angles = np.arange(recipe.positions, dtype=np.float32)[:, None] * np.asarray(recipe.frequencies, np.float32)
-    wide = angles.astype(np.float64)
-    return np.concatenate([np.cos(wide), np.sin(wide)], axis=1).astype(np.float32) * np.float32(recipe.factor)
-
-
 class ParameterMaker:
     """Executes recipes. Buffers of one packed weight follow each other, so the last packing is kept. `through`: formats that
     the checkpoint's tensors take first, so that a weight has the numbers of another build."""
@@ -114,7 +107,7 @@ class ParameterMaker:
         if isinstance(recipe, Pack):
             return np.ascontiguousarray(self._packed(recipe)[recipe.suffix])
         if isinstance(recipe, RopeTable):
-            return rope_table(recipe)
+            return recipe.numbers()
         if isinstance(recipe, Filled):
             full = np.full(recipe.shape, recipe.value, np.float32)
             return full.astype(dtype) if dtype == "int32" else _as_float(full, dtype)
