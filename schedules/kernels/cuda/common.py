@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import relaxpack.schedules.kernels.cuda.script_cache  # a faster parser
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
 from relaxpack.kernel_spec import NORM_GROUP
 from relaxpack.schedules.kernels.cuda.packing import scale_storage
