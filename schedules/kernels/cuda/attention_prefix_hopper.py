@@ -32,7 +32,7 @@ from relaxpack.schedules.kernels.cuda.common import device
 from relaxpack.schedules.kernels.cuda.fragments import AWAIT, EXP2, NEG_BIG, RELEASE
 from tvm.script import tirx as T
 
-LEAST_QUERIES = 32          # of a KV head, of the 128 of a tile: fewer have not been measured
+LEAST_QUERIES = 16          # of a KV head, of the 128 of a tile: fewer have not been measured
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from tests.helpers import cuda_harness as harness
 from tests.helpers.attention_case import NAN_BITS, Case, from_bits, make_case, reference, relative_error
 from tests.unit.schedules.test_cuda_attention import TOLERANCE, emulate, inputs, spec
 
-RESULTS = Path(__file__).parents[3] / "benchmarks/results/2026-11-30-h200-decode-attention-2.json"
+RESULTS = [Path(__file__).parents[3] / f"benchmarks/results/2026-11-30-h200-decode-attention-{run}.json" for run in (2, 3)]
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("g++") is None or not harness.can_generate(),
     reason="needs g++ on x86-64 (the emulator) and libcudart (TVM's CUDA code generator)")
@@ -134,16 +134,26 @@ def test_choices_fit_shared_memory_and_tiles_divide_what_is_shared(arch: str, he
 def test_wgmma_reads_shared_keys_where_it_was_measured() -> None:
     for head_dim in (64, 128):
         s = spec(32, 8, head_dim)
-        for rows in (8, 32, 128):
+        for rows in (4, 8, 32, 128):
             tuning = hopper_prefix_tuning(s, rows, "sm_90a")
             assert tuning is not None and SHARED_KEYS % tuning.keys == 0
             assert tuning.tiles(s, rows) * s.num_kv_heads * tuning.splits <= 132
         stages = {(rows, arch): len(spread_attention(s, rows, arch).stages)      # type: ignore[union-attr]
-                  for rows in (1, 4, 8, 64) for arch in ("sm_90a", "sm_90")}
-        assert stages == {(1, "sm_90a"): 2, (4, "sm_90a"): 3, (8, "sm_90a"): 4, (64, "sm_90a"): 4,
-                          (1, "sm_90"): 2, (4, "sm_90"): 3, (8, "sm_90"): 3, (64, "sm_90"): 3}
+                  for rows in (1, 2, 4, 64) for arch in ("sm_90a", "sm_90")}
+        assert stages == {(1, "sm_90a"): 2, (2, "sm_90a"): 3, (4, "sm_90a"): 4, (64, "sm_90a"): 4,
+                          (1, "sm_90"): 2, (2, "sm_90"): 3, (4, "sm_90"): 3, (64, "sm_90"): 3}
     for other in (spec(32, 8, 96), spec(32, 8, 256), spec(32, 8, 128, 4), spec(32, 8, window=100), spec(32, 8, kv=FP8)):
         assert hopper_prefix_tuning(other, 32, "sm_90a") is None
+
+
+def test_four_rows_by_the_rule() -> None:
+    """As built for an 8B: more blocks share the keys than there are tiles, most rows of the tile of queries are empty."""
+    s, lengths, shared = spec(32, 8, 128), [530, 70, 513, 600], [512, 0, 512, 512]
+    prefix = hopper_prefix_tuning(s, 4, "sm_90a")
+    assert prefix == HopperPrefixTuning(16)
+    case = sharing_case(s, lengths, shared)
+    y = from_bits(run_shared(s, case, shared, spread_tuning(s, 4, "sm_90a"), prefix), s.activation_dtype)
+    assert relative_error(y, reference(case)) < TOLERANCE[s.activation_dtype]
 
 
 def test_the_merge_has_few_blocks_where_that_was_measured_to_gain() -> None:
@@ -166,25 +176,29 @@ def test_wgmma_leaves_rows_that_share_nothing_alone() -> None:
 
 
 def test_the_costs_choose_what_was_measured_to_be_faster() -> None:
-    """Of the two graphs of a bucket, by the H200's times between matmuls and for shared keys; 1.1 us at most are left."""
+    """Of the two graphs of a bucket, by the H200's times between matmuls and for shared keys, those of the last run."""
     cases: dict[tuple[Any, ...], dict[str, float]] = {}
-    for row in json.loads(RESULTS.read_text())["rows"]:
-        if row["kind"] in ("time", "shared"):
-            key = row["model"], row["batch"], row.get("length"), row.get("shared", 0), row.get("own")
-            label = row["kernel"].replace(f".{row['model']}.{row['batch']}", "")
-            cases.setdefault(key, {})[label] = row.get("us") or row["over_matmuls_us"]
+    for results in RESULTS:
+        measured: dict[tuple[Any, ...], dict[str, float]] = {}
+        for row in json.loads(results.read_text())["rows"]:
+            if row["kind"] in ("time", "shared"):
+                key = row["model"], row["batch"], row.get("length"), row.get("shared", 0), row.get("own")
+                label = row["kernel"].replace(f".{row['model']}.{row['batch']}", "")
+                measured.setdefault(key, {})[label] = row.get("us") or row["over_matmuls_us"]
+        cases |= measured
     wrong = []
     for (model, rows, length, shared, own), times in cases.items():
         s = spec(32, 8, {"8b": 128, "1b": 64}[model])
         lengths = RAGGED[rows] if length == "ragged" else [length or shared + own] * rows
-        second = times["spread@h" if rows >= 8 else "spread@c" if spread_tuning(s, rows, "sm_90a").compact else "spread"]
+        compact = "spread@c" if spread_tuning(s, rows, "sm_90a").compact else "spread"
+        second = times["spread@h" if "spread@h" in times else compact]       # the rule of today, a variant of the run's
         first, common, most = times.get("fused", times.get("none", 0.0)), shared // 16, -(-max(lengths) // 16)
         steps = [SequenceStep([1], keys - 1, [*range(common), *range(most * (i + 1), most * (i + 2))], [0])
                  for i, keys in enumerate(lengths)]
         takes_second = Chooser(16).choose(steps, spread_costs(s, rows, "sm_90a")) is not None
         if takes_second != (second < first):
-            wrong.append(abs(second - first))
-    assert len(cases) == 36 and len(wrong) <= 1 and sum(wrong) < 1.1
+            wrong.append((model, rows, length, shared, own))
+    assert len(cases) == 42 and not wrong
 
 
 @pytest.mark.slow
