@@ -3,11 +3,14 @@ and the GPU machine. A variant is a plain dictionary; `SETS` names lists of them
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks.gpu.matmul_variants import LINEARS
 from relaxpack.weight_format import WHOLE_ROW
+
+Options = dict[str, Any]
 
 FAMILIES = {"gemm_few_bulk": "fewbulk", "gemm_mixed": "mixed", "gemm_rows_bulk": "bulk", "gemm_rows_quant": "rows",
             "gemm_group_columns": "groups"}       # of the rules → of variants
@@ -104,6 +107,11 @@ def group_variants(linear: str, weight: str) -> list[dict[str, Any]]:
                     **rows_tiling(n, k, FORMATS[weight])), *groups]
 
 
+def unpacked(linear: str, weight: str) -> list[dict[str, Any]]:
+    """What unpacks a weight: results of the kernels that are listed behind it are compared with its product."""
+    return [variant("dequantize", linear, weight, (0,), dtype=dtype) for dtype in ("bfloat16", "float16")]
+
+
 def timed_variants() -> list[dict[str, Any]]:
     from relaxpack.schedules.kernels.cuda.quantized_tilings import mixed_tiling
     from relaxpack.weight_format import FORMATS
@@ -112,7 +120,7 @@ def timed_variants() -> list[dict[str, Any]]:
     for linear in ("8b.gate_up", "8b.o", "8b.down", "8b.qkv"):
         n, k, _ = LINEARS[linear]
         for weight in ("q4_0", "q4_1", "q4_128", "q8_0", "fp8"):
-            found.append(variant("dequantize", linear, weight, (0,)))
+            found += unpacked(linear, weight)
             if weight in ("q4_0", "q4_1"):
                 found += group_variants(linear, weight)
             for columns in (16, 32, 64) if weight == "q4_0" else (16, 64):
@@ -140,31 +148,25 @@ def rule_variant(linear: str, weight: str, rows: int, **changes: Any) -> dict[st
 def rule_set() -> list[dict[str, Any]]:
     """What the rules take of five formats at every row count of a bucket, what they took `before`, for chains of layers, and
     what docs/kernels_cuda.md asks about beside them."""
-    from relaxpack.weight_format import FORMATS
-
     found = []
     for linear in ("8b.o", "8b.down", "8b.qkv", "8b.gate_up"):
         for weight in ("q4_0", "q4_1", "q8_0", "fp8", "fp8_block"):
-            found.append(variant("dequantize", linear, weight, (0,)))
+            found += unpacked(linear, weight)
             for rows in (1, 2, 4, 8, 16, 32, 64):
                 rule = {**rule_variant(linear, weight, rows), "rule": [rows]}
-                found += [rule, *({**one, "before": [rows]} for one in before(rule, rows))]
-            if FORMATS[weight].bits == 4:
-                found += [changed(rule_variant(linear, weight, 1), 1, **one) for one in ONE_ROW.get(linear, [])]
-            for rows in (16, 32):
-                found += [changed(rule_variant(linear, weight, rows), rows, **one) for one in OTHERS.get((linear, rows), [])
-                          if one.get("feeders", 1) < 3 or FORMATS[weight].group_size != WHOLE_ROW]
+                found += [rule, *({**one, "before": [rows]} for one in before(rule, rows)),
+                          *(changed(rule, rows, **one) for one in OTHERS.get((linear, rows), []))]
     return found
 
 
-ONE_ROW = {"8b.o": [{"ahead": 2, "blocks_per_sm": 2}, {"warps": 16, "ahead": 0, "blocks_per_sm": 2}]}
 # Options of gemm_few_bulk beside the rule's, by matmul and rows of x.
-OTHERS: dict[tuple[str, int], list[dict[str, Any]]] = {
-    ("8b.o", 16): [{"groups": 11}], ("8b.o", 32): [{"groups": 6, "feeders": 3}, {"groups": 7, "feeders": 2}],
-    ("8b.qkv", 32): [{"groups": 4, "feeders": 3}, {"groups": 4, "feeders": 2}],
-    ("8b.down", 16): [{"warps": 2, "groups": 7, "split": 1}, {"warps": 4, "groups": 3, "split": 2}],
-    ("8b.down", 32): [*({"warps": 2, "groups": groups, "split": 1, "feeders": feeders}
-                        for groups, feeders in ((7, 1), (7, 2), (6, 3))), {"warps": 4, "groups": 3, "split": 2}]}
+OTHERS: dict[tuple[str, int], list[dict[str, Any]]] = {("8b.down", rows): [{"feeders": 2}] for rows in (16, 32)}
+# What the rules took until the run of `2026-11-30-h200-quantised-3.json`, where they take something else since.
+BEFORE: dict[tuple[str, int], Options] = {
+    ("8b.o", 1): {"ahead": 2, "blocks_per_sm": 3}, ("8b.o", 32): {"feeders": 1}, ("8b.qkv", 32): {"groups": 5, "feeders": 1}}
+BEFORE_ONE_SCALE: dict[tuple[str, int], Options] = {        # a row of the weight
+    ("8b.o", 16): {"groups": 7}, ("8b.qkv", 32): {"groups": 5, "feeders": 1},
+    **{("8b.down", rows): {"warps": 2, "groups": 7, "split": 1} for rows in (16, 32)}}
 
 
 def changed(one: dict[str, Any], rows: int, **changes: Any) -> dict[str, Any]:
@@ -173,22 +175,23 @@ def changed(one: dict[str, Any], rows: int, **changes: Any) -> dict[str, Any]:
 
 
 def before(rule: dict[str, Any], rows: int) -> list[dict[str, Any]]:
-    """What the rules took until the run of `2026-11-30-h200-quantised-2.json`, where that was something else."""
-    from relaxpack.schedules.kernels.cuda.quantized_tilings import mixed_tiling
+    """What the rule took before its last change, of kernels that it still takes: BEFORE."""
     from relaxpack.weight_format import FORMATS
 
-    linear, weight, n, k = rule["linear"], rule["weight"], rule["n"], rule["k"]
-    if rule["family"] == "groups" and rule["options"]["ahead"] == 2:
-        return [changed(rule, 1, ahead=True, blocks_per_sm=2)]
-    if rule["family"] != "fewbulk":
-        return []
-    if rows <= 16 and k > 8192 and weight == "q4_0":
-        return [variant("bulk", linear, weight, (rows,), dependent_launch=True, columns=16, warps=8, unroll=2, stages=4,
-                        blocks_per_sm=2)]
-    if FORMATS[weight].e4m3 or (rows <= 16 and k > 8192):
-        tiling = mixed_tiling(n, k, rows, FORMATS[weight])
-        return [variant("mixed", linear, weight, (rows,), dependent_launch=True, **tiling)]
-    return [changed(rule, rows, feeders=1)] if rule["options"]["feeders"] > 1 else []
+    table = BEFORE_ONE_SCALE if FORMATS[rule["weight"]].group_size == WHOLE_ROW else BEFORE
+    options = table.get((rule["linear"], rows), {})
+    return [changed(rule, rows, **options)] if options and options.keys() <= rule["options"].keys() else []
+
+
+def only(pattern: str, variants: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The variants and row counts whose "MATMUL FORMAT ROWS" has the regular expression, and what every run needs."""
+    found = []
+    for one in variants:
+        kept = {key: [t for t in one[key] if t == 0 or re.search(pattern, f"{one['linear']} {one['weight']} {t}")]
+                for key in ("rows", "rule", "before")}
+        if kept["rows"] or not one["rows"]:
+            found.append({**one, **kept})
+    return found
 
 
 def without_duplicates(*lists: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ def sample(family: str) -> Iterator[tuple[Any, Mapping[str, Any]]]:
             yield LinearSpec(1024, 2048, FORMATS["bf16"], "decode", "bfloat16", "bfloat16", max_rows=rows), choice
     elif family == "cuda.linear_quantized":
         for weight, rows, choice in (
-                ("q4_1", 1, RULE), ("q4_0", 8, RULE), ("q8_0", 8, RULE), ("q4_1", 16, RULE),
+                ("q4_1", 1, RULE), ("q4_0", 8, RULE), ("q8_0", 8, RULE), ("q4_1", 16, RULE), ("q4_0", 32, RULE),
                 ("q4_1", 64, {"family": "gemm_mixed", "columns": 64, "strips": 1, "consumers": 2, "split": 1,
                               "blocks_per_sm": 1}),
                 ("q8_0", 16, {"family": "gemm_few_quant", "columns": 16, "strips": 1, "warps": 8, "split": 1}),

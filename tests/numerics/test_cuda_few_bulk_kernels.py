@@ -50,7 +50,8 @@ def test_few_bulk(rng, name, n, k, t, dtype, options):
 
 
 @pytest.mark.parametrize(("name", "rows", "shape"), [
-    ("q4_0", 9, "o"), ("q4_0", 27, "down"), ("q4_0", 57, "o"), ("q4_1", 13, "qkv"), ("q4_1", 40, "down"),
+    ("q4_0", 9, "o"), ("q4_0", 27, "down"), ("q4_0", 57, "o"), ("q4_0", 24, "qkv"), ("q4_1", 13, "qkv"), ("q4_1", 31, "o"),
+    ("q4_1", 40, "down"), ("q5_1", 12, "o"), ("fp8", 17, "qkv"), ("fp8_block", 32, "o"),
     ("q6_k", 16, "down"), ("q6_k", 64, "o"), ("q8_0", 16, "gate_up"), ("q8_0", 23, "o"), ("fp8", 16, "o"),
     ("fp8", 32, "down"), ("fp8", 50, "qkv"), ("fp8", 11, "gate_up"),
     ("fp8_block", 15, "qkv"), ("fp8_block", 31, "gate_up"), ("fp8_block", 64, "down"), ("q4_128", 10, "o"),

@@ -23,8 +23,8 @@ def ceildiv(a: int, b: int) -> int:
 
 def group_columns_tiling(n: int, k: int, rows: int) -> Options:
     """gemm_group_columns for 1 to 4 rows, by chains of whole layers. A short row of K is under way as a whole; a long one
-    is cut into rounds of so many warps that the last is nearly full; of two rounds both are asked for at once where the
-    blocks leave room for those of the next kernel. Registers must not spill: blocks_per_sm bounds them."""
+    is cut into rounds of so many warps that the last is nearly full. Registers must not spill: blocks_per_sm bounds
+    them."""
     columns = 1 if rows == 1 else 2 if rows == 2 else 4
     units = ceildiv(k, 256)
     if units < 16:
@@ -32,8 +32,6 @@ def group_columns_tiling(n: int, k: int, rows: int) -> Options:
     elif k > 8192:
         warps = max(range(12, 17), key=lambda w: (units / (ceildiv(units, w) * w), w))
         ahead, per_sm = False, 2
-    elif units == 16 and ceildiv(n, 16) <= 2 * MULTIPROCESSORS:
-        warps, ahead, per_sm = 8, 2, 3
     else:
         warps, ahead, per_sm = 8, n <= 8192 or units > 16, 4 if n > 8192 else 2
     return {"columns": columns, "warps": warps, "unroll": columns, "ahead": ahead, "blocks_per_sm": per_sm}
@@ -65,13 +63,14 @@ def quantized_few_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> tup
 
 
 def few_bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
-    """One wave of blocks, each with all of K where that is short; as many groups of warps as registers allow. A long K is
-    cut in two where a stage of a whole one would be short: its copies cost more than its bytes, or its x as much."""
+    """One wave of blocks, each with all of K where that is short; as many groups of warps as registers allow, of which the
+    warps that feed them need theirs. A long K is cut in two where clusters of two fit in the wave: half the stages, and
+    half the x, for each block."""
     columns, total, one_scale = -(-rows // 8) * 8, ceildiv(n, 16), weight.group_size == WHOLE_ROW
-    strips, split, per_sm = 1, 1, 1
+    strips, split, per_sm, feeders = 1, 1, 1, most_feeders(weight)
     if total > 8 * MULTIPROCESSORS:
-        warps, strips, groups, per_sm = 4, 2, 2 if rows <= 16 else 1, 2
-    elif k > 8192 and 128 <= total <= 2 * MULTIPROCESSORS and not (one_scale and rows <= 32):
+        warps, strips, groups, per_sm, feeders = 4, 2, 2 if rows <= 16 else 1, 2, 1
+    elif k > 8192 and 128 <= total <= 2 * MULTIPROCESSORS:
         warps, groups, split = 4, 3, 2
     else:
         warps = ceildiv(total, MULTIPROCESSORS)
@@ -80,12 +79,12 @@ def few_bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
         else:
             if warps == 8:
                 warps, strips = 4, 2
-            groups = max(1, min((15 if rows <= 32 else 12) // warps, ceildiv(k, 256)))
+            room = 12 if rows > 32 else 22 if one_scale and rows <= 16 and warps == 2 else 15       # warps of groups
+            if 16 < rows <= 32 or (rows <= 16 and weight.bits == 8 and weight.minimum == "stored"):
+                room, feeders = 14, 2                               # 16 warps have the registers that these products want
+            groups = max(1, min(room // warps, ceildiv(k, 256)))
     while groups > 1 and stages_that_fit(weight, columns, warps, strips, groups, per_sm) < 2 * groups:
         groups -= 1
-    feeders, heavy = most_feeders(weight), rows > 16 or (weight.bits == 8 and weight.minimum == "stored")
-    if per_sm > 1 or (heavy and warps * groups + feeders > 16):             # the other warps need the registers
-        feeders = 1
     return {"columns": columns, "strips": strips, "warps": warps, "split": split, "blocks_per_sm": per_sm,
             "feeders": feeders, "groups": groups, "scaled": rows > 32}
 
@@ -138,7 +137,7 @@ def few_bulk_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterato
             tiles = ceildiv(n, 16 * warps * strips)
             for groups in (1, 2, 3, 4, 5, 7, 11, 15):
                 for split in (1, 2, 3, 4, 6):
-                    for per_sm, feeders in itertools.product((1, 2), (1, most_feeders(weight))):
+                    for per_sm, feeders in itertools.product((1, 2), range(1, most_feeders(weight) + 1)):
                         threads = ceildiv(warps * groups + feeders, 4) * 128 * per_sm
                         blocks = tiles * split
                         wave = blocks <= MULTIPROCESSORS * per_sm or (split == 1 and warps * strips >= 7)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.gpu import quantised_matmul
 from benchmarks.gpu.quantised_matmul import chain_choices, verdicts
-from benchmarks.gpu.quantised_variants import SETS, rule_variant, variant, without_duplicates
+from benchmarks.gpu.quantised_variants import SETS, only, rule_variant, variant, without_duplicates
 
 
 def timed(name: str, us: float, t: int = 16, weight: str | None = "fp8") -> dict[str, Any]:
@@ -48,8 +48,19 @@ def test_a_chain_of_the_rules_stands_beside_one_of_those_before(monkeypatch: pyt
                                                     if v["family"] == "mixed"})
     choices = dict(chain_choices(index, "fp8"))
     assert set(choices[16]) == {"rule", "before"}                       # gate_up's mixed kernel alone makes no chain
-    assert {name.split("_")[0] for name in choices[16]["before"].values()} == {"mixed"}
-    assert {name.split("_")[0] for name in choices[16]["rule"].values()} == {"fewbulk"}
+    assert [part for part, name in choices[16]["rule"].items() if name != choices[16]["before"][part]] == ["o", "down"]
     assert set(choices[1]) == {"rule"}                                  # nothing changed for one row in 8 bits
     one = dict(chain_choices(index, "q4_0"))[1]
     assert [part for part in one["rule"] if one["rule"][part] != one["before"][part]] == ["o"]
+    assert set(dict(chain_choices(index, "q8_0"))[16]) == {"rule"}
+    many = dict(chain_choices(index, "q8_0"))[32]
+    assert [part for part in many["rule"] if many["rule"][part] != many["before"][part]] == ["qkv", "o"]
+
+
+def test_a_part_of_a_set_has_what_unpacks_its_weights_and_the_norm_of_chains() -> None:
+    found = only("8b.o q4_[01] (2|4)$", SETS["rules"]())
+    assert {(v["linear"], t) for v in found for t in v["rows"]} >= {("8b.o", 0), ("8b.o", 2), ("8b.o", 4)}
+    assert {(v["family"], v["weight"], *v["rule"]) for v in found if v["rule"]} == {
+        ("rows", "q4_0", 2, 4), ("rows", "q4_1", 2, 4)}
+    assert "norm4096" in {v["name"] for v in found}
+    assert only("", SETS["rules"]()) == SETS["rules"]()

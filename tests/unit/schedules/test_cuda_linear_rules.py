@@ -73,7 +73,7 @@ def test_one_row_of_4_bit_weights_has_a_kernel_of_its_own(arch):
         assert options["warps"] <= -(-k // 256) and options["warps"] * options["blocks_per_sm"] <= 32
         assert quantized_plan(replace(spec, weight=FORMATS["q6_k"]), 1, arch == "sm_90a")[0] != "gemm_group_columns"
     assert group_columns_tiling(4096, 14336, 1)["warps"] == 14                # four full rounds
-    assert [group_columns_tiling(n, 4096, 1)["ahead"] for n in (4096, 6144, 28672)] == [2, True, False]
+    assert [group_columns_tiling(n, 4096, 1)["ahead"] for n in (4096, 6144, 28672)] == [True, True, False]
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q4_k", "q4_128", "q6_k", "q8_0", "fp8", "fp8_block"])
@@ -90,20 +90,31 @@ def test_tiles_of_few_quantised_rows_fit(name):
         stages = stages_that_fit(weight, tiling["columns"], warps, tiling["strips"], groups, per_sm)
         feeders = tiling["feeders"]
         assert stages >= (2 * groups if groups > 1 else 2) and (warps * groups + feeders) * per_sm <= 32
-        assert feeders in (1, most_feeders(weight)) and (feeders == 1 or per_sm == 1)
+        assert 1 <= feeders <= most_feeders(weight) and (feeders == 1) == (per_sm == 2)
+        assert rows <= 16 or warps * groups + feeders <= 16, "more warps would spill"
         blocks = -(-n // (16 * warps * tiling["strips"]))
         assert tiling["split"] == 1 or blocks <= CLUSTERS[tiling["split"]] * per_sm
         assert tiling["scaled"] == (rows > 32)
 
 
 def test_a_long_k_is_cut_in_two_where_the_clusters_fit_in_one_wave():
-    """But not of a weight with one scale a row for up to 32 rows of x: a stage of all of K is few copies there."""
     def pieces(n: int, rows: int, name: str) -> int:
         return int(quantized_few_tiling(n, 14336, rows, FORMATS[name])[1]["split"])
 
     assert [pieces(4096, rows, "q4_0") for rows in (16, 32, 64)] == [2, 2, 2]
-    assert [pieces(4096, rows, "fp8") for rows in (16, 32, 64)] == [1, 1, 2]
+    assert [pieces(4096, rows, "fp8") for rows in (16, 32, 64)] == [2, 2, 2]
     assert [pieces(n, 16, "q8_0") for n in (1024, 4224, 5120, 8192)] == [1, 2, 1, 1]
+
+
+def test_groups_leave_warps_for_the_copies_at_32_rows():
+    def tile(n: int, rows: int, name: str) -> tuple[int, int, int]:
+        tiling = quantized_few_tiling(n, 4096, rows, FORMATS[name])[1]
+        return tiling["warps"], tiling["groups"], tiling["feeders"]
+
+    for rows, name in itertools.product((17, 32), ("q4_0", "q4_1", "q8_0", "fp8", "fp8_block")):
+        assert (tile(4096, rows, name), tile(6144, rows, name)) == ((2, 7, 2), (3, 4, 2))
+    assert (tile(4096, 16, "fp8"), tile(4096, 16, "fp8_block")) == ((2, 11, 2), (2, 7, 3))
+    assert tile(4096, 64, "q4_0") == (2, 6, 3)
 
 
 def test_tiles_follow_waves():
