@@ -80,11 +80,13 @@ def few_bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
             if warps == 8:
                 warps, strips = 4, 2
             room = 12 if rows > 32 else 22 if one_scale and rows <= 16 and warps == 2 else 15       # warps of groups
-            if 16 < rows <= 32 or (rows <= 16 and weight.bits == 8 and weight.minimum == "stored"):
+            if 16 < rows <= 32:
                 room, feeders = 14, 2                               # 16 warps have the registers that these products want
             groups = max(1, min(room // warps, ceildiv(k, 256)))
     while groups > 1 and stages_that_fit(weight, columns, warps, strips, groups, per_sm) < 2 * groups:
         groups -= 1
+    if weight.bits == 8 and weight.minimum == "stored" and warps * groups + feeders > 16:       # of these at 16 rows too
+        feeders = 1
     return {"columns": columns, "strips": strips, "warps": warps, "split": split, "blocks_per_sm": per_sm,
             "feeders": feeders, "groups": groups, "scaled": rows > 32}
 
