@@ -30,8 +30,8 @@ chat: $(DEMO)/manifest.json  ## talk to SmolLM2-135M-Instruct, built here
 $(DEMO)/manifest.json: $(READY) $(COMPILE_SIDE)
 	$(BIN)/relaxpack build smollm2 -o $(DEMO) --force
 
-test: $(READY)  ## all tests
-	$(BIN)/python -m pytest
+test: $(READY)  ## all tests, on up to four cores
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(READY)  ## style, types, and which part may import which
 	$(BIN)/ruff check .

@@ -21,11 +21,22 @@ hypothesis.settings.load_profile("relaxpack")
 # PyTorch, for references: two of its threads that spin for each other on a busy core turn seconds into minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Workers of pytest-xdist keep the cores busy by themselves. There a kernel on two of TVM's threads, which wait for each
+# other, takes ten times as long as on one; tests/helpers/tvm_threads.py is for tests that are about more.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("TVM_NUM_THREADS", "1")
+
 # A shell that starts the tests in the background ignores SIGINT for them, and every process they start inherits that.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+@pytest.hookimpl(optionalhook=True)          # of pytest-xdist, which the GPU machine does without
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: a worker for each core this process may use, at most four, for each may need three gigabytes."""
+    return min(len(os.sched_getaffinity(0)), 4)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Bundles that end-to-end tests share; each is built once a session."""
+"""Bundles that end-to-end tests share; each is built once, whichever worker asks first."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.shared_builds import built_once
 from tests.helpers.tiny_checkpoints import write_checkpoint
 
 
@@ -15,11 +16,11 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Llama with random weights: every part of a real bundle, context 128, batches of 4."""
     from relaxpack.compile import BuildOptions, build_bundle
 
-    folder = tmp_path_factory.mktemp("tiny")
-    write_checkpoint(folder / "checkpoint")
-    build_bundle(folder / "checkpoint", folder / "tiny.bundle",
-                 options=BuildOptions(max_context=128, max_batch=4, prefill_chunk=32))
-    return folder / "tiny.bundle"
+    def build(path: Path) -> None:
+        checkpoint = write_checkpoint(path.parent / "checkpoint")
+        build_bundle(checkpoint, path, options=BuildOptions(max_context=128, max_batch=4, prefill_chunk=32))
+
+    return built_once(tmp_path_factory, "tiny.bundle", build)
 
 
 @pytest.fixture(scope="session")
@@ -34,12 +35,9 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         packaged_file("smollm2")
     except CheckpointError as error:
         pytest.skip(str(error))
-    folder = tmp_path_factory.mktemp("smollm2")
 
     def bundle(weights: str) -> Path:
-        path = folder / f"{weights}.bundle"
-        if not path.exists():
-            build_bundle("smollm2", path, options=BuildOptions(weights=weights, max_context=1024, embeddings="also"))
-        return path
+        options = BuildOptions(weights=weights, max_context=1024, embeddings="also")
+        return built_once(tmp_path_factory, f"{weights}.bundle", lambda path: build_bundle("smollm2", path, options=options))
 
     return bundle

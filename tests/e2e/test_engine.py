@@ -10,6 +10,8 @@ from relaxpack.runtime.engine import Engine
 from relaxpack.runtime.load import load_model
 from relaxpack.runtime.prefix_store import load_prefixes, save_prefixes
 from relaxpack.runtime.sampling_params import SamplingParams
+from tests.helpers.numerics import decode_logits, prefill_logits, tapes
+from tests.helpers.tvm_threads import on_threads
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,16 @@ def load(runner):
     alone = [Engine(runner, prefix_caching=False).generate([p], own)[0].choices[0].token_ids
              for p, own in zip(prompts, params, strict=True)]
     return prompts, params, alone
+
+
+def test_a_second_thread_changes_nothing(runner):
+    ids = np.random.default_rng(3).integers(3, runner.vocab_size, 90).tolist()
+
+    def logits():
+        (tape,) = tapes(runner, [ids])
+        return np.concatenate([prefill_logits(tape, 75), decode_logits(tape, 90)])
+
+    np.testing.assert_array_equal(on_threads(2, logits), on_threads(1, logits))
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])

@@ -1,4 +1,4 @@
-"""Runs one kernel of the CPU provider at the instruction sets that this machine has. Outputs start as NaN."""
+"""Runs one kernel of the CPU provider at every instruction set of this machine, on two threads; outputs start as NaN."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from relaxpack.kernel_spec import Kernel, LinearSpec
 from relaxpack.schedules.kernels.cpu.provider import CpuKernels
 from relaxpack.target import TargetSpec, host_cpu_features, parse_target
 from tests.helpers.matmul_case import activation
+from tests.helpers.tvm_threads import on_threads
 
 _AVX2 = ("avx2", "fma", "f16c")
 LEVELS = {
@@ -47,7 +48,7 @@ def run(kernels: CpuKernels, kernel: Kernel, values: dict[str, object],
     module = compiled(kernels, id(kernel))
     args = [values[n] if n == "layer" else tvm.runtime.tensor(np.ascontiguousarray(values[n])) for n in stage.inputs]
     results = [tvm.runtime.tensor(np.full(outputs[n], np.nan, "float32")) for n in stage.outputs]
-    module["f"](*args, *results)
+    on_threads(2, module["f"], *args, *results)
     for name in stage.inplace:
         values[name] = args[stage.inputs.index(name)].numpy()
     return [r.numpy() for r in results]

@@ -88,16 +88,19 @@ def kl_divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
     return (np.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
-def greedy_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]], steps: int) -> list[list[int]]:
-    """`steps` greedy tokens of each prompt: prefilled one by one, decoded together."""
+def greedy_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]],
+                 steps: int) -> tuple[list[list[int]], list[np.ndarray]]:
+    """`steps` greedy tokens and first-step logits [vocab] of each prompt: prefilled one by one, decoded together."""
     answers: list[list[int]] = []
+    first_logits: list[np.ndarray] = []
     for first in range(0, len(prompts), runner.max_batch):
         group = tapes(runner, prompts[first:first + runner.max_batch], room=steps)
         done: list[list[int]] = []
         for tape in group:
             while len(tape.token_ids) - tape.computed > runner.prefill_chunk:
                 run(runner, [tape.step(runner.prefill_chunk, "none")])
-            done.append([int(run(runner, [tape.step(len(tape.token_ids) - tape.computed, "last")])[0].argmax())])
+            first_logits.append(run(runner, [tape.step(len(tape.token_ids) - tape.computed, "last")])[0])
+            done.append([int(first_logits[-1].argmax())])
         for _ in range(steps - 1):
             for tape, ids in zip(group, done, strict=True):
                 tape.token_ids.append(ids[-1])
@@ -105,4 +108,4 @@ def greedy_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]], steps: i
             for ids, row in zip(done, rows, strict=True):
                 ids.append(int(row.argmax()))
         answers += done
-    return answers
+    return answers, first_logits
