@@ -34,16 +34,14 @@ FUSED: dict[int, tuple[Variant, ...]] = {
 # one by one: warps, stages, blocks a multiprocessor, key tiles
 SPLIT: tuple[Variant, ...] = ((8, 3, 2, 1),)
 ROWS: tuple[Variant, ...] = ((4, 2, 32), (8, 1, 64))                     # prefill by mma.sync: warps, row tiles, keys
-# prefill by wgmma, e4m3 tiles converted in shared memory: consumers, keys, stages, tiles of queries, tiles to be converted,
-# warps that convert
+# prefill by wgmma, e4m3 tiles converted in shared memory: consumers, keys, stages, tiles of queries, tiles to be converted
 HOPPER: dict[str, tuple[Variant, ...]] = {
-    "8b": ((2, 128, 2, 1, 4, 3), (2, 128, 2, 2, 2, 7), (2, 128, 2, 1, 4, 7)),
-    "1b": ((2, 128, 2, 2, 4, 3), (3, 96, 2, 1, 4, 3), (2, 128, 2, 2, 4, 7)), "8b_p64": ((2, 128, 2, 2, 2, 7),)}
+    "8b": ((2, 128, 2, 1, 4),), "1b": ((2, 128, 2, 2, 4), (3, 96, 2, 1, 4))}
 LARGEST = 24e9                                                           # bytes of pages of one case
 
 
 def label(kind: str, variant: Variant) -> str:
-    names = {"fused": "cwskb", "split": "wsbk", "rows": "wrk", "hopper": "cksqrv"}[kind]
+    names = {"fused": "cwskb", "split": "wsbk", "rows": "wrk", "hopper": "cksqr"}[kind]
     return "".join(f"{n}{v}" for n, v in zip(names, variant, strict=True) if v)
 
 
@@ -55,8 +53,8 @@ def fused_variants(batch: int) -> tuple[Variant, ...]:
 
 def hopper_tuning(variant: Variant) -> Any:
     from relaxpack.schedules.kernels.cuda.attention_prefill_hopper_tuning import HopperTuning
-    consumers, keys, stages, query_stages, raw_stages, converters = variant
-    return HopperTuning(consumers, keys, stages, query_stages, raw_stages=raw_stages, converters=converters)
+    consumers, keys, stages, query_stages, raw_stages = variant
+    return HopperTuning(consumers, keys, stages, query_stages, raw_stages=raw_stages)
 
 
 def build(folder: Path, variants: bool, prefill: bool, only: str = "") -> None:

@@ -99,8 +99,7 @@ def _prefill_attention(arch: str) -> KernelFamily:
             "consumers": (2, 3), "keys": (64, 80, 128, 160, 192), "stages": (2, 3, 4), "query_stages": (1, 2),
             "packed": (False, True), "blocks": (0, 132), "ping_pong": (False, True)}
         if spec.fp8:
-            values |= {"keys": (64, 96, 128), "stages": (2, 3), "packed": (True,), "blocks": (132,), "raw_stages": (2, 3, 4),
-                       "converters": (3, 7)}
+            values |= {"keys": (64, 96, 128), "stages": (2, 3), "packed": (True,), "blocks": (132,), "raw_stages": (2, 3, 4)}
         chosen = {name: value for name, value in asdict(default).items() if name in values}
         return SearchSpace(values, chosen, lambda given: hopper.fits(spec, replace(default, **given)))
 

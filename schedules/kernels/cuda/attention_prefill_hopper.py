@@ -26,7 +26,7 @@ from tvm.script import tirx as T
 
 def _body(spec: AttentionSpec, tuning: HopperTuning) -> Any:
     CONSUMERS = tuning.consumers
-    PRODUCER, FP8 = CONSUMERS * 4, spec.fp8                # PRODUCER: the warp that fetches
+    PRODUCER, FP8, THREADS = CONSUMERS * 4, spec.fp8, tuning.threads(spec)      # PRODUCER: the warp that fetches
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = tuning.registers(spec)
     encode = encode_maps(spec, tuning)
     fetch, convert, attend = fetch_tiles(spec, tuning), convert_tiles(spec, tuning), attend_tiles(spec, tuning)
@@ -40,8 +40,8 @@ def _body(spec: AttentionSpec, tuning: HopperTuning) -> Any:
         with device():
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
             bx = T.cta_id([T.Cast("int32", tuning.grid(spec, t, b, T.min))])
-            wid = T.warp_id([tuning.threads // 32])
-            tx = T.thread_id([tuning.threads])
+            wid = T.warp_id([THREADS // 32])
+            tx = T.thread_id([THREADS])
             pool = T.SMEMPool()
             memory = T.meta_var(PrefillMemory(spec, tuning, pool))
             initialise = T.meta_var(memory.initialise())

@@ -27,7 +27,7 @@ AHEAD = 4                                                  # pieces that a lane 
 def convert_tiles(spec: AttentionSpec, tuning: HopperTuning) -> Any:
     """Inline: the whole work of converting warp `part`. A piece is 16 numbers of each of 8 rows and 4 places in them: lanes
     with consecutive numbers have consecutive rows, which both swizzles spread over all banks."""
-    D, STAGES, RAW_STAGES, CONVERTERS = spec.head_dim, tuning.stages, tuning.raw_stages, tuning.converters
+    D, STAGES, RAW_STAGES, CONVERTERS = spec.head_dim, tuning.stages, tuning.raw_stages, tuning.producers(spec) - 1
     WIDTH, PIECES = raw_part(D), tuning.keys * D // 512
     PER_GROUP = D // 64                                    # pieces of a group of 8 rows
     ROUNDS = -(-PIECES // (CONVERTERS * AHEAD))

@@ -46,7 +46,7 @@ class PrefillMemory:
     def initialise(self) -> Any:
         """Inline, of one thread: all barriers, by how many arrivals fill or free a stage."""
         fp8, tuning = self.spec.fp8, self.tuning
-        consumers, fetchers = tuning.consumers * 4, tuning.converters if fp8 else 1
+        consumers, fetchers = tuning.consumers * 4, tuning.producers(self.spec) - 1 if fp8 else 1
 
         @T.inline
         def initialise():

@@ -17,7 +17,7 @@ class HopperTuning:
     """The search space. `keys` of a tile, `stages` of key and value tiles, `query_stages` of query tiles; `packed`: the
     query heads of a KV head share a tile; `blocks`: persistent blocks, 0 for one a tile; `ping_pong`: the consumers issue
     their matmuls in turns, so that one's softmax meets the other's. Of pages of e4m3 numbers: `raw_stages` tiles on their
-    way to be converted, and the warps that do it, 3 or 7 (with the one that fetches, one or two warpgroups)."""
+    way to be converted."""
 
     consumers: int = 2
     keys: int = 128
@@ -27,15 +27,17 @@ class HopperTuning:
     blocks: int = 132
     ping_pong: bool = True
     raw_stages: int = 2
-    converters: int = 3
 
     @property
     def rows(self) -> int:
         return 64 * self.consumers
 
-    @property
-    def threads(self) -> int:
-        return self.consumers * GROUP + (self.converters + 1) * 32
+    def producers(self, spec: AttentionSpec) -> int:
+        """Warps of which one fetches and, of e4m3 pages, the others convert: two warpgroups if the registers suffice."""
+        return 8 if spec.fp8 and self.consumers == 2 and spec.head_dim < 256 else 4
+
+    def threads(self, spec: AttentionSpec) -> int:
+        return self.consumers * GROUP + self.producers(spec) * 32
 
     def tokens(self, spec: AttentionSpec) -> int:
         """Tokens of a tile of queries."""
@@ -48,11 +50,9 @@ class HopperTuning:
         return least(tiles, self.blocks) if self.blocks else tiles
 
     def registers(self, spec: AttentionSpec) -> tuple[int, int]:
-        """Of a thread of the warpgroup that fetches (and converts e4m3 pages), and of one that attends."""
+        """Of a thread of the warps that fetch (and convert e4m3 pages), and of those that attend."""
         if spec.fp8:                                     # with these ptxas spills nothing
-            if self.converters == 7:
-                return 56, 200
-            return (56, 152) if self.consumers == 3 else (56, 224) if spec.head_dim == 256 else (72, 216)
+            return 56, (152 if self.consumers == 3 else 224 if spec.head_dim == 256 else 200)
         return (40, 232) if self.consumers == 2 else (32, 160)
 
 
@@ -69,8 +69,7 @@ def fits(spec: AttentionSpec, tuning: HopperTuning) -> bool:
     boxes = size % 8 == 0 and keys // min(size, keys) <= 32 and (keys % size == 0 or size % keys == 0)
     registers = spec.head_dim // 2 + keys // 2 + keys // 4 + 30
     group = spec.num_heads // spec.num_kv_heads
-    warpgroups = tuning.converters == 3 or (tuning.converters == 7 and spec.fp8 and tuning.consumers == 2)
-    return (warpgroups and spec.head_dim in (64, 128, 256) and boxes and registers <= tuning.registers(spec)[1]
+    return (spec.head_dim in (64, 128, 256) and boxes and registers <= tuning.registers(spec)[1]
             and not (tuning.packed and group > tuning.rows) and shared_bytes(spec, tuning) <= SHARED_LIMIT)
 
 

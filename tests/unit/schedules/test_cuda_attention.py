@@ -85,7 +85,7 @@ def prefill_error(s: AttentionSpec, queries: list[int], cached: list[int], tunin
     y = np.full_like(case.q, NAN_BITS[s.activation_dtype])
     t = sum(queries)
     if isinstance(tuning, HopperTuning):
-        grid, threads = (tuning.grid(s, t, len(queries)),), tuning.threads
+        grid, threads = (tuning.grid(s, t, len(queries)),), tuning.threads(s)
     else:
         grid, threads = (s.num_heads, -(-t // tuning.rows) + len(queries)), tuning.warps * 32
     emulate(prefill_attention(s, tuning=tuning), [grid], [threads],
@@ -146,8 +146,7 @@ def test_decode_attention_equals_float64(s: AttentionSpec, lengths: list[int], t
      HopperTuning(consumers=3, keys=96, query_stages=1, raw_stages=4, blocks=2), 1e-2),
     (spec(16, 2, kv=FP8), [1, 95, 0, 97, 130], [0, 1, 16, 95, 300], None, 1.0),             # 3 consumers, tiles of 96 keys
     (spec(8, 2, page_size=64, kv=FP8), [1, 63, 64, 200], [127, 1, 0, 65], None, 30.0),        # pages of 64: 2 consumers
-    (spec(8, 2, 128, kv=FP8), [1, 17, 130], [0, 5, 370], HopperTuning(blocks=3, converters=7), 1.0),
-    (spec(8, 2, dtype="float16", kv=FP8), [70, 0, 9], [100, 0, 30], HopperTuning(raw_stages=4, converters=7), 1.0),
+    (spec(8, 2, dtype="float16", kv=FP8), [70, 0, 9], [100, 0, 30], HopperTuning(raw_stages=4), 1.0),
     (spec(8, 2, 128, window=100, kv=FP8), [129, 1, 40], [300, 127, 0], None, 1.0),
     (spec(2, 2, 256, 64, window=70, kv=FP8), [65, 1], [0, 190], None, 1.0),
 ])
@@ -165,7 +164,7 @@ def test_conversion_for_wgmma_is_exact(dtype: str) -> None:
     case.pages[case.layer, case.page_table[0, 0], 1, :, 0] = codes.reshape(2, 128)
     y = np.full_like(case.q, NAN_BITS[dtype])
     tuning = HopperTuning()
-    emulate(prefill_attention(s, tuning=tuning), [(tuning.grid(s, 1, 1),)], [tuning.threads], {**inputs(case), "y": y},
+    emulate(prefill_attention(s, tuning=tuning), [(tuning.grid(s, 1, 1),)], [tuning.threads(s)], {**inputs(case), "y": y},
             {"t": 1, "b": 1, "p": case.num_pages, "layer": case.layer})
     number = codes % 128 != 0x7F
     np.testing.assert_array_equal(from_bits(y, dtype).reshape(-1)[number], from_bits(codes[number], FP8))
@@ -375,15 +374,23 @@ def test_e4m3_pages_take_wgmma_where_it_can() -> None:
         assert prefill_attention(s, arch).source == "rule:cuda.prefill_attention" + kernel, (head_dim, arch, page_size)
     assert not attention_prefill_hopper_tuning.fits(spec(head_dim=96, kv=FP8), HopperTuning())
     assert not attention_prefill_hopper_tuning.fits(spec(head_dim=128, kv=FP8), HopperTuning(raw_stages=8))
-    assert not attention_prefill_hopper_tuning.fits(spec(head_dim=128), HopperTuning(converters=7))
-    assert not attention_prefill_hopper_tuning.fits(spec(head_dim=64, kv=FP8), HopperTuning(3, 64, converters=7))
+
+
+def test_seven_warps_convert_where_registers_are_left_for_them() -> None:
+    for head_dim, kv, consumers, producers in ((128, FP8, 2, 8), (64, FP8, 2, 8), (64, FP8, 3, 4), (256, FP8, 2, 4),
+                                               (128, "bfloat16", 2, 4), (64, "bfloat16", 3, 4)):
+        tuning, s = HopperTuning(consumers), spec(32, 8, head_dim, kv=kv)
+        assert tuning.producers(s) == producers
+        fewer, more = tuning.registers(s)
+        assert producers * 32 * fewer + consumers * 128 * more <= 65536 and not (fewer % 8 or more % 8)
 
 
 def test_few_tokens_of_narrow_heads_take_narrow_tiles() -> None:
-    for kv in ("bfloat16", FP8):
+    for kv, threads, registers in (("bfloat16", 384, 232), (FP8, 512, 200)):      # e4m3: two warpgroups fetch and convert
         script = prefill_attention(spec(32, 8, 64, kv=kv)).stages[0].func.script()
-        few, many = script.split("if t <= T.int64(528):")[1].split("else:", 1)
-        assert "T.thread_id([384])" in few and "T.thread_id([512])" in many.split("T.cta_id", 1)[1]
+        few, many = script.split("if t <= T.int64(528):")[1].split("T.cta_id")[1:]
+        assert f"T.thread_id([{threads}])" in few and f'({registers}, "inc"' in few
+        assert "T.thread_id([512])" in many and f'({registers}, "inc"' not in many
         assert "if t <=" not in prefill_attention(spec(32, 8, 128, kv=kv)).stages[0].func.script()
     assert "if t <=" not in prefill_attention(spec(32, 8, 64, 64, kv=FP8)).stages[0].func.script()      # narrow anyway
 
