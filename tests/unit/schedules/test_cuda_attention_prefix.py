@@ -52,7 +52,7 @@ def run_shared(s: AttentionSpec, case: Case, shared: list[int], tuning: DecodeTu
     assert kernel is not None
     if isinstance(prefix, HopperPrefixTuning):
         grids = [(prefix.tiles(s, rows) * s.num_kv_heads * prefix.splits,), (s.num_kv_heads, rows)]
-        threads, clusters = [prefix.roles.threads, merge_threads(s)], [1, 1]
+        threads, clusters = [prefix.roles.threads(s), merge_threads(s)], [1, 1]
     else:
         grids = [(prefix.clusters(s, rows) * prefix.cluster,)]
         threads, clusters = [prefix.threads], [prefix.cluster]
