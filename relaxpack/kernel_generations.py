@@ -13,7 +13,7 @@ from relaxpack.tuning_record import Facts, Workload
 GENERATIONS = {
     "cpu.linear_quantized": 1, "cpu.linear_float": 1, "cpu.decode_attention": 1, "cpu.prefill_attention": 1, "cpu.norm": 1,
     "cpu.rope_append": 1,
-    "cuda.linear": 2, "cuda.linear_quantized": 4, "cuda.norm": 2, "cuda.decode_attention": 2, "cuda.prefill_attention": 4,
+    "cuda.linear": 3, "cuda.linear_quantized": 4, "cuda.norm": 2, "cuda.decode_attention": 2, "cuda.prefill_attention": 4,
     "cuda.rope_append_attention": 2, "cuda.rope_append": 2,
 }
 OTHERS = {"cpu": 1, "cuda": 2}      # of what TVM schedules

@@ -1,6 +1,6 @@
 """Tilings of the Hopper matmuls against each other and cuBLAS (torch), in turns, so that all see the same clocks.
 
-    python -m benchmarks.gpu.matmul_turns build FOLDER [--set shortfalls]           # anywhere with nvcc, no GPU needed
+    python -m benchmarks.gpu.matmul_turns build FOLDER                              # anywhere with nvcc, no GPU needed
     python benchmarks/gpu/matmul_turns.py run FOLDER --out OUT.json --limit 90      # on the GPU: TVM's runtime and torch
 
 An item is one matmul of one model at one number of rows. Every kernel is first compared with float64 (poisoned output, an
@@ -54,6 +54,7 @@ def candidates(linear: str, rows: int) -> Iterator[dict[str, Any]]:
     """What the rule takes first, then the width and split that its estimate puts next if they are close, longer walks for
     many rows, and for few rows strips of 64 and 128 weight rows."""
     from relaxpack.schedules.kernels.cuda.linear_rules import TILE_WIDTHS, hopper_plan, many_estimate
+    from relaxpack.schedules.kernels.cuda.many_tile import divides
 
     n, k, _ = LINEARS[linear]
     family, options = hopper_plan(n, k, rows, False)
@@ -64,7 +65,7 @@ def candidates(linear: str, rows: int) -> Iterator[dict[str, Any]]:
         return
     ranked = sorted((many_estimate(n, k, rows, width, split), width, split)
                     for width in TILE_WIDTHS for split in (1, 2, 3, 4)
-                    if width % (16 * split) == 0 and k // 64 // split >= 4)
+                    if divides(width, split, False) and k // 64 // split >= 4)
     others = [{"family": "many", "tile_n": width, "split": split} for estimate, width, split in ranked[:4]
               if estimate < 1.1 * ranked[0][0]]
     yield from (one for one in others[:2] if rows <= 1024)
@@ -79,8 +80,8 @@ def epilogue_candidates(linear: str, rows: int) -> Iterator[dict[str, Any]]:
     flag = {"swiglu": True} if swiglu else {"residual": True}
     family, options = hopper_plan(n, k, rows, swiglu)
     yield {"family": family.removeprefix("gemm_"), **options, **flag}
-    if rows >= 2048:
-        yield {"family": "many", **options, **flag, "group_m": 16}
+    if family == "gemm_many" and "split" not in options and not swiglu:
+        yield {"family": "many", **options, **flag, "whole_store": True}
 
 
 def items() -> list[dict[str, Any]]:
@@ -91,45 +92,9 @@ def items() -> list[dict[str, Any]]:
         few = () if LINEARS[linear][2] else (16, 64)
         for rows in (*few, 128, 256, 512, 1024, 2048, 4096, 8192):
             found.append({"linear": linear, "rows": rows, "extra": "", "options": list(candidates(linear, rows))})
-            if rows in (128, 512, 2048, 4096) and linear.split(".")[1] != "qkv":
+            if rows in (128, 512, 1024, 2048, 4096) and linear.split(".")[1] != "qkv":
                 found.append({"linear": linear, "rows": rows, "extra": "epilogue",
                               "options": list(epilogue_candidates(linear, rows))})
-    return with_variants(found)
-
-
-# What docs/kernels_cuda.md predicts and no GPU has run: columns and pieces of K of gemm_many, by matmul and rows.
-OVERLAPPING = {("7b.qkv", 96): (80, 2), ("7b.qkv", 128): (80, 2), ("7b.down", 192): (112, 2), ("7b.down", 256): (112, 2),
-               ("7b.down", 384): (176, 2), ("7b.o", 256): (112, 2), ("1b.qkv", 128): (48, 2), ("1b.o", 128): (48, 2),
-               ("1b.down", 128): (48, 2)}
-# Of gemm_many, for the down projection of the 8B with its residual, where K is long and power the limit.
-DOWN_OPTIONS: list[dict[str, Any]] = [{}, {"elect": True}, {"skew": 1}, {"group_m": 16}, {"whole_store": True},
-                                      {"cluster": 2}, {"whole_store": True, "skew": 1}]
-
-
-def shortfall_items() -> list[dict[str, Any]]:
-    """The rule's choice beside what may be faster; the down projection also without its residual: what that costs."""
-    from relaxpack.schedules.kernels.cuda.linear_rules import hopper_plan
-
-    def rule(linear: str, rows: int) -> dict[str, Any]:
-        n, k, _ = LINEARS[linear]
-        family, options = hopper_plan(n, k, rows, False)
-        return {"family": family.removeprefix("gemm_"), **options}
-
-    def both(*options: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{**one, **more} for one in options for more in ({}, {"elect": True})]
-
-    found = [{"linear": linear, "rows": rows, "extra": "",
-              "options": both(rule(linear, rows), {"family": "many", "tile_n": width, "split": split})}
-             for (linear, rows), (width, split) in OVERLAPPING.items()]
-    found += [{"linear": linear, "rows": rows, "extra": "", "options": both(rule(linear, rows))}
-              for linear in ("1b.qkv", "1b.o", "8b.qkv", "8b.o", "8b.down") for rows in (16, 64, 512)]
-    for rows in (512, 1024, 2048, 4096):
-        plain = rule("8b.down", rows)
-        if rows != 512:
-            found.append({"linear": "8b.down", "rows": rows, "extra": "", "options": both(plain)})
-        found.append({"linear": "8b.down", "rows": rows, "extra": "epilogue",
-                      "options": [{**plain, "residual": True, **more} for more in DOWN_OPTIONS
-                                  if "split" not in plain or not {"skew", "cluster"} & set(more)]})
     return with_variants(found)
 
 
@@ -144,9 +109,6 @@ def with_variants(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 # ---- building machine ----
-
-SETS: dict[str, Callable[[], list[dict[str, Any]]]] = {"all": items, "shortfalls": shortfall_items}
-
 
 def build(folder: Path, todo: list[dict[str, Any]], per_module: int = 16) -> None:
     from benchmarks.gpu.kernels_matmul import compile_parts, make, spilling
@@ -414,11 +376,10 @@ def main() -> int:
     parser.add_argument("command", choices=["build", "run", "child", "report"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, default=Path("matmul-turns.json"))
-    parser.add_argument("--set", choices=SETS, default="all", help="of items, for build")
     parser.add_argument("--limit", type=float, default=90, help="seconds")
     options = parser.parse_args()
     if options.command == "build":
-        build(options.folder, SETS[options.set]())
+        build(options.folder, items())
         return 0
     if options.command == "report":
         report(json.loads(options.out.read_text()))

@@ -45,7 +45,7 @@ def check(rng, make, blocks, threads, cluster, n, k, t, dtype, out_dtype, option
     (136, 520, 130, "bfloat16", "bfloat16", {"tile_n": 64, "split": 2, "dependent_launch": True}),
     (112, 1000, 40, "float16", "float16", {"tile_n": 128, "split": 4, "glu": "geglu", "bias": True, "residual": True}),
     (96, 712, 20, "bfloat16", "float32", {"tile_n": 48, "split": 3, "residual": True, "dependent_launch": True}),
-    (168, 520, 130, "bfloat16", "bfloat16", {"tile_n": 80, "split": 2, "residual": True, "bias": True, "elect": True,
+    (168, 520, 130, "bfloat16", "bfloat16", {"tile_n": 80, "split": 2, "residual": True, "bias": True,
                                            "dependent_launch": True}),                              # halves overlap
     (112, 584, 40, "float16", "float16", {"tile_n": 96, "split": 2, "glu": "swiglu", "bias": True, "residual": True}),
     (104, 520, 20, "bfloat16", "float32", {"tile_n": 48, "split": 2, "bias": True, "dependent_launch": True}),
@@ -63,8 +63,7 @@ def test_many(rng, n, k, t, dtype, out_dtype, options):
      {"columns": 16, "consumers": 2, "split": 2, "share": 2, "glu": "swiglu", "bias": True, "residual": True,
       "dependent_launch": True}),
     (72, 712, 9, "bfloat16", "float32", {"columns": 16, "consumers": 1, "split": 3, "residual": True}),
-    (72, 712, 9, "bfloat16", "float32",
-     {"columns": 16, "consumers": 1, "split": 3, "elect": True, "dependent_launch": True}),
+    (72, 712, 9, "bfloat16", "float32", {"columns": 16, "consumers": 1, "split": 3, "dependent_launch": True}),
     (48, 264, 9, "bfloat16", "bfloat16", {"columns": 16, "consumers": 1, "glu": "geglu", "bias": True}),
 ])
 def test_few(rng, n, k, t, dtype, out_dtype, options):

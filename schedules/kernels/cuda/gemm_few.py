@@ -10,7 +10,7 @@ the result does not depend on timing and no workspace or counter is needed.
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.common import SHORT, block_ids, device, elected, linear_func
+from relaxpack.schedules.kernels.cuda.common import SHORT, block_ids, device, linear_func
 from relaxpack.schedules.kernels.cuda.split_epilogue import SplitEpilogue
 from tvm.script import tirx as T
 
@@ -27,10 +27,10 @@ __device__ __forceinline__ void wg_fence(float& r) { asm volatile("" : "+f"(r) :
 
 def few_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, consumers: int = 1, split: int = 1,
              share: int = 1, blocks_per_sm: int = 2, bias: bool = False, residual: bool = False, glu: str | None = None,
-             dependent_launch: bool = False, elect: bool = False):
+             dependent_launch: bool = False):
     """Buffers as in gemm_rows. columns: rows of x per block (multiple of 8, at most 256); consumers: warpgroups, each 64
     weight rows; split: blocks along K (1 to 8); share: neighbouring strips that load each x tile together and multicast it.
-    A cluster has split * share blocks, at most 8. elect: the lane that loads is chosen by elect.sync (`elected`)."""
+    A cluster has split * share blocks, at most 8."""
     gated = glu is not None
     assert N % 8 == 0 and K % 8 == 0 and columns % 8 == 0 and 8 <= columns <= 256 and (not gated or N % 16 == 0)
     assert columns % (8 * share) == 0 and split * share <= 8
@@ -105,7 +105,7 @@ def few_body(N: int, K: int, dtype: str, out_dtype: str, *, columns: int = 16, c
                                     T.uint64(EVICT_LAST))
 
             if wid >= NC * 4:
-                if elected() if elect else tx == NC * 128:
+                if tx == NC * 128:
                     for i in T.serial(T.min(count, stages)):        # weights do not depend on the kernel before
                         T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([i]), T.uint32(stage_bytes))
                         T.ptx[TMA_LOAD](Ws.ptr_to([i, 0]), T.address_of(w_map), (start + i) * BK, tile * BM,

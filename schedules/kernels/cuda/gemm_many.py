@@ -37,12 +37,12 @@ from tvm.script import tirx as T
 def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, cluster: int = 1, split: int = 1,
               skew: int = 0, group_m: int = 8, blocks: int = 132, bias: bool = False, residual: bool = False,
               glu: str | None = None, dependent_launch: bool = False, e4m3: bool = False, promote: int = 0,
-              whole_store: bool = False, elect: bool = False):
+              whole_store: bool = False):
     """Buffers as in gemm_rows. tile_n: columns of a tile, at most 256; group_m: row tiles that are walked together to keep
     their x in L2; blocks: grid size, one block per multiprocessor (with `split` there is a cluster for every tile).
     e4m3: x and weight are pairs of codes and scales (many_operands.py), `dtype` is the residual's; promote: after how many
     k tiles the tensor cores' sums are added in float32, 0: at the end. whole_store: a tile goes through shared memory at
-    once, which leaves less for the ring; elect: the lane that loads is chosen by elect.sync (`elected`)."""
+    once, which leaves less for the ring."""
     BN, CL, P, gated = tile_n, cluster, split, glu is not None
     assert CL in (1, 2) and blocks % CL == 0 and (P == 1 or CL == 1) and not (e4m3 and CL > 1)
     assert not promote or e4m3
@@ -174,7 +174,7 @@ def many_body(N: int, K: int, dtype: str, out_dtype: str, *, tile_n: int = 256, 
                         full.ptr_to([slot]), T.Cast("uint32", loaded * (BK * 2) + BN * BK * 2))
                     load_weights_of(Bs, slot, w_map, kt, column0, ids[1], full)
 
-                if T.And(wid == CONSUMERS * 4, elected()) if elect else tx == CONSUMERS * WG:
+                if T.And(wid == CONSUMERS * 4, elected()):
                     if dependent_launch:
                         if tile < total:    # weights do not depend on the kernel before
                             locate()

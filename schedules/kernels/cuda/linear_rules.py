@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from relaxpack.kernel_spec import LinearSpec
+from relaxpack.schedules.kernels.cuda.many_tile import divides
 from relaxpack.schedules.kernels.cuda.quantized_tilings import bulk_tiling, group_columns_tiling, quantized_few_tiling
 from relaxpack.weight_format import WeightFormat
 
@@ -110,10 +111,10 @@ def keeps_bits(n: int, width: int, split: int) -> bool:
 def _fastest(estimate: Callable[[int, int, int, int, int], float], widths: tuple[int, ...], n: int, k: int, rows: int,
              gated: bool, k_tiles: int) -> tuple[int, int]:
     """Columns of a tile and pieces of K with the least estimated time; a tie is for whole tiles."""
-    rows, output = min(rows, 4096), 32 if gated else 16
+    rows = min(rows, 4096)
     found = [(estimate(n, k, rows, width, split) * (1.05 if split > 1 else 1), split, width)
              for width in widths for split in (1, 2, 3, 4)
-             if width % (output * split) == 0 and (split == 1 or (k_tiles // split >= 4 and width < 256))      # 256: spills
+             if divides(width, split, gated) and (split == 1 or (k_tiles // split >= 4 and width < 256))      # 256: spills
              and keeps_bits(n, width, split)]
     _, split, width = min(found)
     return width, split

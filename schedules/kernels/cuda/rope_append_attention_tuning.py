@@ -4,7 +4,7 @@ chosen for which batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.model_info import FP8
@@ -98,4 +98,7 @@ def fused_tuning(spec: AttentionSpec, rows: int, arch: str) -> FusedTuning | Non
         least, budget = reserve(arch, max(1, blocks)), 162
     fitting = (FusedTuning(cluster, warps, stages, key_tiles, least)
                for warps in (8, 4, 2) if warps <= most_warps for stages in range(most_stages, 1, -1))
-    return next((tuning for tuning in fitting if tuning.shared_bytes(spec) <= budget * 1024), None)
+    chosen = next((tuning for tuning in fitting if tuning.shared_bytes(spec) <= budget * 1024), None)
+    if chosen is None or chosen.shared_bytes(spec) == least:
+        return chosen
+    return replace(chosen, reserve=0)       # it takes more anyway: the same kernel as one without, so the same name

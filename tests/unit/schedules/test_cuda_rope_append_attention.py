@@ -213,6 +213,8 @@ def test_choices_fit_shared_memory_and_end_with_the_batch(arch: str, head_dim: i
     assert chosen[256] is None
     missing = [rows for rows, tuning in chosen.items() if tuning is None]
     assert missing == [rows for rows in chosen if rows >= min(missing)]      # never one by one below a fused batch
+    for tuning in chosen.values():      # a reserve without effect would give one kernel two names
+        assert tuning is None or not tuning.reserve or tuning.shared_bytes(s) > replace(tuning, reserve=0).shared_bytes(s)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
