@@ -304,6 +304,13 @@ def main() -> None:
     result: dict[str, Any] = {"model": args.model, "weights": args.weights, "gpu": torch.cuda.get_device_name(),
                               "read_GBps": round(bandwidth), "weight_bytes": weight_bytes,
                               "arena_bytes": description["arena_bytes"]}
+
+    def add(section: str, row: dict[str, Any]) -> None:
+        """Also to the file: a run that is cut short keeps what it has."""
+        result.setdefault(section, []).append(row)
+        print(row, flush=True)
+        args.out.write_text(json.dumps(result, indent=1))
+
     if not args.no_check:
         result["errors"] = check(runner, Reference(description, plain))
         ids = np.random.default_rng(5).integers(0, info.vocab_size, 203).tolist()
@@ -328,29 +335,20 @@ def main() -> None:
     free, total = cuda_memory.free_and_total()
     result["device_bytes_used"] = total - free
     read = weight_bytes - (0 if description["tie_embeddings"] else embedding_bytes)
-    rows = []
     for context in map(int, args.contexts.split(",")):
         for batch in map(int, args.batches.split(",")):
             ms = time_decode(runner, batch, context)
             kv = batch * context * 2 * info.num_layers * info.num_kv_heads * info.head_dim * 2
             floor = (read + kv) / bandwidth / 1e6
-            rows.append({"context": context, "batch": batch, "ms": round(ms, 4),
-                         "tokens_per_second": round(batch / ms * 1e3),
-                         "floor_ms": round(floor, 4), "share_of_floor": round(floor / ms, 3)})
-            print(rows[-1], flush=True)
-    result["decode"] = rows
-    result["engine"] = []
+            add("decode", {"context": context, "batch": batch, "ms": round(ms, 4), "tokens_per_second": round(batch / ms * 1e3),
+                           "floor_ms": round(floor, 4), "share_of_floor": round(floor / ms, 3)})
     for context in map(int, args.contexts.split(",")):
         for batch in map(int, args.batches.split(",")):
-            result["engine"].append({"prompt": context, "batch": batch, **time_engine(runner, batch, context)})
-            print(result["engine"][-1], flush=True)
-    result["prefill"] = []
+            add("engine", {"prompt": context, "batch": batch, **time_engine(runner, batch, context)})
     for tokens in map(int, args.prefill.split(",")):
         ms = time_prefill(runner, tokens)
         flops = 2 * tokens * (weights - info.vocab_size * info.hidden_size * (1 if description["tie_embeddings"] else 2))
-        result["prefill"].append({"tokens": tokens, "ms": round(ms, 3), "TFLOPs": round(flops / ms / 1e9, 1)})
-        print(result["prefill"][-1], flush=True)
-    args.out.write_text(json.dumps(result, indent=1))
+        add("prefill", {"tokens": tokens, "ms": round(ms, 3), "TFLOPs": round(flops / ms / 1e9, 1)})
 
 
 if __name__ == "__main__":
