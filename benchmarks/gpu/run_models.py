@@ -340,7 +340,8 @@ def main() -> None:
             ms = time_decode(runner, batch, context)
             kv = batch * context * 2 * info.num_layers * info.num_kv_heads * info.head_dim * 2
             floor = (read + kv) / bandwidth / 1e6
-            add("decode", {"context": context, "batch": batch, "ms": round(ms, 4), "tokens_per_second": round(batch / ms * 1e3),
+            add("decode", {"context": context, "batch": batch, "ms": round(ms, 4),
+                           "tokens_per_second": round(batch / ms * 1e3),
                            "floor_ms": round(floor, 4), "share_of_floor": round(floor / ms, 3)})
     for context in map(int, args.contexts.split(",")):
         for batch in map(int, args.batches.split(",")):
