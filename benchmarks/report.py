@@ -15,8 +15,8 @@ MODELS = ("llama-3.2-1b", "llama-3.1-8b")
 
 
 def newest(pattern: str) -> tuple[str, Any] | None:
-    """(file name, parsed JSON or JSON lines) of the newest file by the date in its name."""
-    files = sorted(RESULTS.glob(pattern))
+    """(file name, parsed JSON or JSON lines) of the newest file by the date in its name; a day's second ends in -2."""
+    files = sorted(RESULTS.glob(pattern), key=lambda path: path.stem)
     if not files:
         return None
     text = files[-1].read_text()
@@ -251,17 +251,15 @@ def tuned() -> list[str]:
     if (found := newest("gpu_tuned-*.json")) is None:
         return []
     name, data = found
-    below = data["below_80_percent"]
     rows = [[r["task"], r["case"], *(f"{r[key]:.1f}" for key in ("rule_us", "tuned_us")),
              f"{r['torch_us']:.1f}" if r["torch_us"] else "", f"{r['roofline_us']:.1f}", f"{r['share']:.0%}",
              f"{r['gain']:.2f}x"]
             for r in data["rows"] if r["task"].startswith("8b")]
     return ["## Tuned kernels on the H200: Llama-3.1-8B", "",
             f"us; torch is cuBLAS and SDPA in the same run, the roofline that of {data['ceilings']['read_tb_s']:.2f} TB/s "
-            f"and {data['ceilings']['gemm_tflop_s']:.0f} TFLOP/s measured there. The gain is that beside the kernel's "
-            f"neighbour in a step, where it has one. {below['cases']} cases of all models are below 80 % of the roofline by "
-            f"the rule: {below['geometric_mean_gain']:.2f}x in the geometric mean. `benchmarks/gpu/tune.py`, "
-            f"results/{name}.{_declared(data)}", "",
+            f"and {data['ceilings']['gemm_tflop_s']:.0f} TFLOP/s measured there. Times are those alone; the gain of a "
+            "decode kernel is that by which whole layers became faster, as a part of its own time, so a kernel that is no "
+            f"faster alone may have one. `benchmarks/gpu/tune.py`, results/{name}.{_declared(data)}", "",
             *table(["kernel", "case", "rule", "tuned", "torch", "roofline", "rule / roofline", "gain"], rows),
             *_tuned_steps()]
 
@@ -271,7 +269,9 @@ def _declared(data: dict[str, Any]) -> str:
         return ""
     below = judged["below_80_percent"]
     return (" Of the set declared beforehand (the four matmuls in bf16 and q4_1 at 1, 4, 8, 16, 64, 512 and 4096 rows, "
-            f"norms, attention): {judged['geometric_mean_gain']:.3f}x over {judged['cases']} cases, "
+            "norms, attention), as far as this file has it (what was measured with kernels that changed since is not in "
+            "it): "
+            f"{judged['geometric_mean_gain']:.3f}x over {judged['cases']} cases, "
             f"{below['geometric_mean_gain']:.3f}x over the {below['cases']} below 80 %.")
 
 

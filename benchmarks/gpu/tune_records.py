@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.gpu.tune_decisions import Decision, decided, deciding, geometric_mean, means, together_wins
 from relaxpack import __version__
+from relaxpack.kernel_generations import GENERATIONS, kernels_of
 from relaxpack.tuning.duel import chain_facts
 from relaxpack.tuning_record import Check, Origin, TuningRecord, Workload
 
@@ -43,7 +44,7 @@ def record(result: dict[str, Any], decision: Decision, winners: bool = True) -> 
     library = choice.pop("library", None)
     kept = ({"kind": "library", "library": library, "parameters": choice} if library
             else {"kind": "parameters", "parameters": choice})
-    times = means(deciding(task, winner)) if why else decision.times_us
+    times = decision.times_us if winner["number"] else means(deciding(task, winner))    # the rule's are its own
     conditions = {"repeats": len(times), "rotated_bytes": min(case["rotated_bytes"] for case in task["cases"]),
                   "method": METHOD, "torch": str(result["torch"])}
     if why:
@@ -68,6 +69,18 @@ def own_kernels(result: dict[str, Any]) -> dict[str, Any]:
     """The result without the candidates that call a library: a bundle with one of them needs that library where it runs."""
     return {**result, "tasks": [{**task, "candidates": [one for one in task["candidates"] if "library" not in one["choice"]]}
                                 for task in result["tasks"]]}
+
+
+def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Results of one card and compiler as one, with the tasks that are of today's kernels, of several of one name the last;
+    the highest ceilings of all."""
+    tasks = {task["name"]: task for result in results for task in result["tasks"]
+             if task["generation"] == GENERATIONS[kernels_of(Workload(**task["workload"]))]}
+    chains = {task["chain"] for task in tasks.values() if "chain" in task}
+    together = {name: one for result in results for name, one in result.get("together", {}).items() if name in chains}
+    ceilings = {name: max(result["ceilings"][name] for result in results) for name in results[0]["ceilings"]}
+    left = [name for result in results for name in result.get("left_out", [])]
+    return {**results[-1], "tasks": list(tasks.values()), "together": together, "ceilings": ceilings, "left_out": left}
 
 
 def records(result: dict[str, Any], winners: bool = True) -> tuple[list[TuningRecord], list[str]]:

@@ -18,14 +18,17 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.gpu import tune_cases, tune_device, tune_tasks
 from benchmarks.gpu.tune_decisions import decided
-from benchmarks.gpu.tune_records import condensed, own_kernels, records, rows, table, weak_gain
+from benchmarks.gpu.tune_records import condensed, joined, own_kernels, records, rows, table, weak_gain
+from benchmarks.gpu.tune_seed import refresh
+from relaxpack.dist.tuning.exchange import pull, push
+from relaxpack.kernel_generations import GENERATIONS
 from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.schedules.tuning.tuned import TunedKernels
 from relaxpack.target import parse_target
 from relaxpack.tuning.candidates import families_for, family_for
 from relaxpack.tuning.chain import CHAIN_ROUNDS, Chain
-from tests.helpers import attention_device, bench_stand_in
+from tests.helpers import attention_device, bench_stand_in, tuning_records
 from tests.helpers.bench_stand_in import StandIn
 from tests.helpers.tuning_records import SM_90
 
@@ -133,11 +136,50 @@ def test_a_decode_kernel_that_is_fast_by_itself_alone_is_left_out() -> None:
         (one,), problems = records(result)
         assert one.choice["parameters"] == {} and problems == []
         assert why in str(one.conditions["left_out"]) if why else "left_out" not in one.conditions
+        assert one.median_us == pytest.approx(one.baseline_us)            # the rule's own, not its twin's in a layer
         assert [row["improved"] for row in rows(result)] == [False] and rows(result)[0]["gain"] == 1.0
     kept = condensed(_result(better) | {"together": _together(number=3), "cublaslt": "13.1"})
     assert kept["together"]["decode_16"] == {"winners": {JOB.name: 3}, "decision": "faster by 6.0%", "ratio": 0.94}
     assert kept["rows"][0]["gain"] == pytest.approx(102 / 92, rel=0.01) and kept["rows"][0]["layer_us"] == (
         pytest.approx(500.25), pytest.approx(490.245))
+
+
+def _of_today(result: dict[str, Any]) -> dict[str, Any]:
+    return result | {"tasks": [task | {"generation": GENERATIONS["cuda.linear"]} for task in result["tasks"]]}
+
+
+def test_several_results_are_one() -> None:
+    """The last one that has a task of today's kernels counts; chains of tasks that are gone go too."""
+    first = _of_today(_result(_in_layers(_measured({"k3": 50.0}), k3=490.0))) | {"together": _together(number=3)}
+    other = _of_today(_result(_measured({"k3": 70.0})))
+    other["tasks"][0]["name"] = "other"
+    ceilings = {"read_tb_s": 4.3, "gemm_tflop_s": 770.0}
+    made = joined([first, other | {"ceilings": ceilings}])
+    assert [task["name"] for task in made["tasks"]] == [JOB.name, "other"] and made["together"] == first["together"]
+    assert made["ceilings"] == {"read_tb_s": 4.3, "gemm_tflop_s": 780.0}
+    again = joined([first, _of_today(_result(_measured({"k3": 70.0})))])
+    assert "chain" not in again["tasks"][0] and again["together"] == {}
+    assert [task["name"] for task in joined([other, _result(_measured({}))])["tasks"]] == ["other"]      # generation 1
+
+
+def test_a_run_goes_into_the_seed(tmp_path: Path) -> None:
+    """The other targets' bundle keeps its bytes; what is new replaces the old, what is of older kernels goes."""
+    seed = tmp_path / "seed"
+    cpu = tuning_records.record("cpu")
+    (old,), _ = records(_of_today(_result(_measured({"k3": 70.0}))))
+    left = replace(old, compiler={**old.compiler, "kernels": GENERATIONS["cuda.linear"] - 1}, bucket=8)
+    kept = replace(old, bucket=4)
+    bundle = Path(str(push([cpu], str(seed)).bundle))
+    push([old, left, kept], str(seed))
+    result = _of_today(_result(_in_layers(_measured({"k3": 70.0}), k3=470.0))) | {"together": _together(number=3)}
+    before = bundle.read_bytes()
+    lines = refresh(seed, [result, _result(_measured({"k3": 1.0}))])
+    assert bundle.read_bytes() == before and len(list(seed.glob("*.jsonl"))) == 2 and list(tmp_path.iterdir()) == [seed]
+    assert lines == ["linear_4096x4096, 16 rows: of kernels before today's",
+                     "2 records of CUDA, 1 of them other than the rule; 1 of other targets"]
+    (new,), _ = records(result)
+    assert {record.id for record in pull(str(seed)).records} == {cpu.id, kept.id, new.id}
+    assert refresh(seed, [result])[-1] == lines[-1]                                # once more: the same
 
 
 def test_without_a_time_in_layers_the_rule_stands() -> None:

@@ -15,6 +15,7 @@ from relaxpack.compile import BuildOptions
 from relaxpack.compile.kernels import kernel_provider, records_for
 from relaxpack.dist.tuning.store import open_store
 from relaxpack.fingerprint import compiler_fingerprint
+from relaxpack.kernel_generations import for_workload
 from relaxpack.relax_models.export import BuildLimits
 from relaxpack.target import parse_target
 from relaxpack.tuning.named_gpu import facts_of_gpu
@@ -47,7 +48,8 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[TuningRec
         assert task.bucket in (1, 16), task.name
         if choices and key not in seen:       # a norm of decode is that of prefill, and decode's record serves it
             seen.add(key)
-            made.append(replace(record(target=H200, compiler=compiler, bucket=task.bucket, parameters=choices[-1]),
+            facts = for_workload(compiler, task.workload)
+            made.append(replace(record(target=H200, compiler=facts, bucket=task.bucket, parameters=choices[-1]),
                                 workload=task.workload))
     assert {"cuda.linear", "cuda.norm", "cuda.decode_attention"} <= {family_and_spec(one.workload)[0] for one in made}
     with open_store(str(folder / "h200.sqlite")) as store:
