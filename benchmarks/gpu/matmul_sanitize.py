@@ -35,6 +35,7 @@ def variants() -> list[dict[str, Any]]:
             half("many", (136, 584), tile_n=64, cluster=2, blocks=2, residual=True),
             half("many", (272, 1160), tile_n=128, split=2, bias=True, dependent_launch=True),
             half("many", (272, 1160), tile_n=192, split=6, residual=True),
+            half("many", (272, 1160), tile_n=80, split=2, residual=True, dependent_launch=True),     # halves overlap
             half("quant", (272, 576), "q4_0", columns=8, dependent_launch=True),
             half("few_quant", (272, 1152), "q8_0", columns=32, strips=2, split=2),
             half("quant", (272, 576), "fp8", columns=8, convert=True),
@@ -44,6 +45,8 @@ def variants() -> list[dict[str, Any]]:
             half("mixed", (272, 1152), "q4_0", columns=16, consumers=2, strips=2, blocks_per_sm=1, dependent_launch=True),
             half("mixed", (272, 1152), "q4_0", columns=32, split=2),
             half("few_bulk", (272, 1152), "q4_0", columns=16, warps=2, strips=1, groups=3, dependent_launch=True),
+            half("few_bulk", (272, 1152), "q4_1", columns=16, warps=2, strips=1, groups=5, feeders=3, dependent_launch=True),
+            half("few_bulk", (272, 1152), "fp8", columns=16, warps=2, strips=1, groups=3, split=2, feeders=2, convert=True),
             half("few_bulk", (272, 1152), "q8_0", columns=16, warps=2, strips=2, groups=1, split=2, stages=3),
             half("group_columns", (272, 1152), "q4_0", columns=1, warps=4, dependent_launch=True)]
 
