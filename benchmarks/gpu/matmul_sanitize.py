@@ -110,9 +110,10 @@ def weights(one: dict[str, Any], rng: np.random.Generator) -> tuple[list[np.ndar
 
     fmt = FORMATS[one["weight"]]
     groups = (n, fmt.groups(k))
-    codes = rng.integers(0, 16, (n, k)) if fmt.name == "q4_0" else rng.integers(0, 120, (n, k))
-    canonical = QuantizedTensor(fmt, codes.astype(np.int8 if fmt.signed else np.uint8),
-                                (rng.random(groups) * 0.002 + 0.001).astype(fmt.scale_dtype), None)
+    codes = rng.integers(0, 16 if fmt.bits == 4 else 120, (n, k))
+    scales = (rng.random(groups) * 0.002 + 0.001).astype(fmt.scale_dtype)
+    canonical = QuantizedTensor(fmt, codes.astype(np.int8 if fmt.signed else np.uint8), scales,
+                                -8 * scales if fmt.minimum == "stored" else None)
     return list(pack(weight_layout(fmt, n, k, False), canonical).values()), canonical.dequantize()
 
 

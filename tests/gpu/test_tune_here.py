@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import relaxpack.tvm_setup as setup
+
 pytest.importorskip("sqlalchemy", reason="a machine that only runs bundles has no tuning database")
+if setup.runtime_only():
+    pytest.skip("tuning needs TVM's compiler", allow_module_level=True)
 
 from relaxpack.dist.tuning.store import open_store
 from relaxpack.fingerprint import compiler_fingerprint, target_fingerprint
