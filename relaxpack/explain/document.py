@@ -74,9 +74,9 @@ def explain_record(record: Mapping[str, Any], buckets: Mapping[str, Sequence[int
 
 
 def _by_bucket(name: str) -> tuple[str, int]:
-    """prefill, prefill_16, prefill_128."""
-    base, _, size = name.partition("_")
-    return base, int(size) if size.isdigit() else 0
+    """decode, decode_1, decode_16, decode_spread_1."""
+    base, _, size = name.rpartition("_")
+    return (base, int(size)) if size.isdigit() else (name, 0)
 
 
 def decode_function(buckets: Mapping[str, Sequence[int]], rows: int) -> str:

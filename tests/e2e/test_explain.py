@@ -259,3 +259,11 @@ def test_diff_of_two_sets_of_options(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_diff_says_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["diff", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_functions_stand_by_name_and_bucket() -> None:
+    from relaxpack.explain.document import _by_bucket
+
+    names = ["decode_spread_8", "prefill_128", "decode_16", "decode", "prefill", "decode_spread_1", "decode_2"]
+    assert sorted(names, key=_by_bucket) == ["decode", "decode_2", "decode_16", "decode_spread_1", "decode_spread_8", "prefill",
+                                             "prefill_128"]
