@@ -290,9 +290,15 @@ def check_distribution(lib: dev.Library) -> None:
 
 def sanitize(lib: dev.Library) -> None:
     """Every kernel once on small inputs; run it under compute-sanitizer."""
-    for name, lengths, queries in (("decode.d64_p16", [1, 16, 17, 300, 0], None), ("decode.d128_p8", [129, 5], None),
-                                   ("prefill.d128_p8", [140, 300], [140, 20]), ("prefill.d96_p16_w", [140, 300], [140, 20])):
-        case = dev.PagedCase(lib.spec(name), lengths, queries)
+    ragged = [1025, 90, 1100, 0, *[1030] * 12]                    # 16 rows, of which 14 share their leading keys
+    shared = [1024, 0, 1024, 0, *[1024] * 12]
+    for name, lengths, queries, leading in (
+            ("decode.d64_p16", [1, 16, 17, 300, 0], None, None), ("decode.d128_p8", [129, 5], None, None),
+            ("prefill.d128_p8", [140, 300], [140, 20], None), ("prefill.d96_p16_w", [140, 300], [140, 20], None),
+            ("prefill.d64_p16_e4m3", [140, 300], [140, 20], None),
+            ("prefill.d128_p64_f16_e4m3", [140, 300], [140, 20], None),
+            ("spread.d64_p16@16", ragged, None, shared), ("spread.d128_g16@16", ragged, None, shared)):
+        case = dev.PagedCase(lib.spec(name), lengths, queries, shared=leading)
         lib.prepare(name, case.buffers(1))()
         torch.cuda.synchronize()
         require(bool(torch.isfinite(case.y).all()), name)

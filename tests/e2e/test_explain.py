@@ -265,5 +265,5 @@ def test_functions_stand_by_name_and_bucket() -> None:
     from relaxpack.explain.document import _by_bucket
 
     names = ["decode_spread_8", "prefill_128", "decode_16", "decode", "prefill", "decode_spread_1", "decode_2"]
-    assert sorted(names, key=_by_bucket) == ["decode", "decode_2", "decode_16", "decode_spread_1", "decode_spread_8", "prefill",
-                                             "prefill_128"]
+    assert sorted(names, key=_by_bucket) == ["decode", "decode_2", "decode_16", "decode_spread_1", "decode_spread_8",
+                                             "prefill", "prefill_128"]
