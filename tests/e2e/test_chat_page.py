@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,7 +166,8 @@ def test_an_answer_streams_and_stops_by_button_and_by_escape(page, server):
             assert page.busy and page.find("#send").get_attribute("aria-label") == "Stop"
             stop()
             page.wait(lambda: not page.busy)
-            assert "stopped" in page.text(".facts") and page.text(".answer").count("word") < 150
+            assert re.fullmatch(r"stopped · \d+\.\d tokens/s", page.text(".facts"))
+            assert page.text(".answer").count("word") < 150
             eventually(lambda: server.state.model.engine._commands)     # the news is at the engine, which is in a step
         eventually(lambda: metrics.running == 0)        # the server stopped too
         assert metrics.finished["abort"] == next(aborted)

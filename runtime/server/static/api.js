@@ -29,10 +29,12 @@ export async function model(key) {
   return (await response.json()).data[0];
 }
 
-// Calls `onText(piece)` as text comes; gives {usage, seconds, firstSeconds, finish} at the end. `signal` stops it.
+// Calls `onText(piece, tokens so far)` as text comes, a piece may be of several tokens; gives {usage, seconds, firstSeconds,
+// finish} at the end. `signal` stops it.
 export async function answer(messages, sampling, key, signal, onText) {
   const started = performance.now();
-  const body = { messages, stream: true, stream_options: { include_usage: true }, ...sampling };
+  const options = { include_usage: true, continuous_usage_stats: true };
+  const body = { messages, stream: true, stream_options: options, ...sampling };
   const response = await ask("/v1/chat/completions",
                              { method: "POST", headers: headers(key), body: JSON.stringify(body), signal });
   const result = { usage: null, firstSeconds: null, decodeSeconds: 0, finish: null };
@@ -48,7 +50,7 @@ export async function answer(messages, sampling, key, signal, onText) {
       const now = (performance.now() - started) / 1000;
       result.firstSeconds ??= now;
       result.decodeSeconds = now - result.firstSeconds;
-      onText(choice.delta.content);
+      onText(choice.delta.content, chunk.usage?.completion_tokens ?? 0);
     }
   }
   if (!done) throw new ApiError("the connection broke off in the middle of the answer");

@@ -107,11 +107,11 @@ async function generate() {
   store.save(conversation);
   stick = true;
   showAll();
-  let saved = Date.now(), pieces = 0, first = null;
+  let saved = Date.now(), tokens = 0, first = null;
   try {
-    const result = await answer(asked, sampling(), store.settings.key, controller.signal, piece => {
+    const result = await answer(asked, sampling(), store.settings.key, controller.signal, (piece, soFar) => {
       message.content += piece;
-      pieces += 1;
+      tokens = soFar;
       first ??= performance.now();
       if (conversation === store.current) showGrowing(message);
       if (Date.now() - saved > 1000) { store.save(conversation); saved = Date.now(); }
@@ -121,7 +121,7 @@ async function generate() {
   } catch (error) {
     if (error.name === "AbortError") {
       const seconds = first === null ? 0 : (performance.now() - first) / 1000;
-      message.facts = pieces > 1 ? `stopped · ${(pieces / seconds).toFixed(1)} tokens/s` : "stopped";
+      message.facts = tokens > 1 ? `stopped · ${((tokens - 1) / seconds).toFixed(1)} tokens/s` : "stopped";
       say("Stopped");
     } else message.error = error.message;
   } finally {
