@@ -194,8 +194,8 @@ def attend_tiles(spec: AttentionSpec, tuning: HopperTuning, shared_keys: bool = 
                     if lane % 4 == 0:
                         y[1][start + at // G, y[2], head * G + at % G, 0] = top[r]
                         y[1][start + at // G, y[2], head * G + at % G, 1] = total[r]
-            T.cuda.warp_sync()
-            release(memory.empty_q, q_stage)
+            # Every lane for itself: racecheck does not take one lane's arrival for its warp's.
+            T.ptx.mbarrier.arrive.shared.b64(memory.empty_q.ptr_to([q_stage]))
 
         @T.inline
         def enter():

@@ -43,16 +43,18 @@ class PrefillMemory:
         self.info = pool.alloc((tuning.query_stages, INFO), "int32", align=16)
         pool.commit()
 
-    def initialise(self) -> Any:
-        """Inline, of one thread: all barriers, by how many arrivals fill or free a stage."""
+    def initialise(self, every_lane: bool = False) -> Any:
+        """Inline, of one thread: all barriers, by how many arrivals fill or free a stage. `every_lane`: each thread of a
+        consumer, not one for its warp, says that it is done with the queries and what was told of them."""
         fp8, tuning = self.spec.fp8, self.tuning
         consumers, fetchers = tuning.consumers * 4, tuning.producers(self.spec) - 1 if fp8 else 1
+        readers = consumers * 32 if every_lane else consumers
 
         @T.inline
         def initialise():
             for s in T.unroll(tuning.query_stages):
                 T.ptx.mbarrier.init.shared.b64(self.full_q.ptr_to([s]), T.uint32(1))
-                T.ptx.mbarrier.init.shared.b64(self.empty_q.ptr_to([s]), T.uint32(consumers))
+                T.ptx.mbarrier.init.shared.b64(self.empty_q.ptr_to([s]), T.uint32(readers))
             for s in T.unroll(tuning.stages):
                 T.ptx.mbarrier.init.shared.b64(self.full_k.ptr_to([s]), T.uint32(fetchers))
                 T.ptx.mbarrier.init.shared.b64(self.empty_k.ptr_to([s]), T.uint32(consumers))

@@ -94,7 +94,7 @@ def prefix_parts_function(spec: AttentionSpec, tuning: HopperPrefixTuning) -> An
             tx = T.thread_id([(CONSUMERS + 1) * GROUP])
             pool = T.SMEMPool()
             memory = T.meta_var(PrefillMemory(spec, roles, pool))
-            initialise = T.meta_var(memory.initialise())
+            initialise = T.meta_var(memory.initialise(every_lane=True))
             lane = T.meta_var(tx % 32)
             part = T.meta_var(bx % SPLITS)
             left = T.meta_var((parts, part_stats, part))
