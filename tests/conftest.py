@@ -26,11 +26,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TVM_NUM_THREADS", "1")
 
-# A shell that starts the tests in the background ignores SIGINT for them, and every process they start inherits that.
-for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+# A shell that starts the tests in the background ignores SIGINT for them, nohup SIGHUP, and every process they start
+# inherits that. Under nohup the tests themselves go on ignoring it, by a handler, which is not inherited.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL),
+                          (signal.SIGHUP, lambda *_: None)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
 @pytest.hookimpl(optionalhook=True)          # of pytest-xdist, which the GPU machine does without
