@@ -75,7 +75,7 @@ def test_rules_choose_by_rows(arch):
 
     hopper = arch == "sm_90a"
     assert source(1) == source(8) == ("rule:cuda.gemm_rows_bulk" if hopper else "rule:cuda.gemm_rows_quant")
-    assert source(16) == source(64) == ("rule:cuda.gemm_mixed" if hopper else "rule:cuda.gemm_few_quant")
+    assert source(16) == source(64) == ("rule:cuda.gemm_few_bulk" if hopper else "rule:cuda.gemm_few_quant")
     assert source(1024) == f"rule:cuda.dequantize+{'gemm_many' if hopper else 'gemm_tiles'}"
     assert source(None, "prefill").startswith("rule:cuda.dequantize+gemm_any")
 

@@ -19,6 +19,7 @@ from relaxpack.schedules.kernels.cuda.linear_rules import (
     quantized_plan,
     rule_plan,
 )
+from relaxpack.schedules.kernels.cuda.many_tile import divides
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.schedules.kernels.cuda.quantized_tilings import group_columns_tiling, quantized_few_tiling
 from relaxpack.target import TargetSpec
@@ -44,7 +45,7 @@ def test_tilings_stay_within_the_limits(n, k, gated):
             assert options["columns"] >= min(rows, 128)
         elif family == "gemm_many":
             split = options.get("split", 1)
-            assert options["tile_n"] % ((32 if gated else 16) * split) == 0 and options["tile_n"] <= 256
+            assert divides(options["tile_n"], split, gated) and options["tile_n"] <= 256
             assert options["cluster"] == 1 and split <= -(-k // 64), "every block of a cluster needs a piece of K"
         else:
             assert rows <= 8 and options["warps"] in (1, 2, 4, 8, 16)
