@@ -23,8 +23,7 @@ def ceildiv(a: int, b: int) -> int:
 
 def group_columns_tiling(n: int, k: int, rows: int) -> Options:
     """gemm_group_columns for 1 to 4 rows, by chains of whole layers. A short row of K is under way as a whole; a long one
-    is cut into rounds of so many warps that the last is nearly full. Registers must not spill: blocks_per_sm bounds
-    them."""
+    is cut into rounds of so many warps that the last is nearly full. Registers must not spill: blocks_per_sm bounds them."""
     columns = 1 if rows == 1 else 2 if rows == 2 else 4
     units = ceildiv(k, 256)
     if units < 16:
