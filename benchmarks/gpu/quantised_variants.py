@@ -3,6 +3,7 @@ and the GPU machine. A variant is a plain dictionary; `SETS` names lists of them
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -152,7 +153,7 @@ def rule_set() -> list[dict[str, Any]]:
     for linear in ("8b.o", "8b.down", "8b.qkv", "8b.gate_up"):
         for weight in ("q4_0", "q4_1", "q8_0", "fp8", "fp8_block"):
             found += unpacked(linear, weight)
-            for rows in (1, 2, 4, 8, 16, 32, 64):
+            for rows in (1, 2, 4, 8, 16, 32, 64, 96, 128, 192):
                 rule = {**rule_variant(linear, weight, rows), "rule": [rows]}
                 found += [rule, *({**one, "before": [rows]} for one in before(rule, rows)),
                           *(changed(rule, rows, **one) for one in OTHERS.get((linear, rows), []))]
@@ -167,6 +168,29 @@ BEFORE: dict[tuple[str, int], Options] = {
 BEFORE_ONE_SCALE: dict[tuple[str, int], Options] = {        # a row of the weight
     ("8b.o", 16): {"groups": 7}, ("8b.qkv", 32): {"groups": 5, "feeders": 1},
     **{("8b.down", rows): {"warps": 2, "groups": 7, "split": 1} for rows in (16, 32)}}
+
+
+# warps, strips, groups, split, blocks_per_sm of gemm_few_bulk for weights with minimums: 9 to 32 rows.
+MINIMUMS = {
+    "8b.gate_up": [(4, 2, 2, 1, 2), (4, 2, 1, 1, 2), (7, 2, 2, 1, 1), (7, 2, 3, 1, 1), (7, 2, 1, 1, 1), (4, 2, 3, 1, 2)],
+    "8b.qkv": [(3, 1, 3, 1, 1), (3, 1, 4, 1, 1), (3, 1, 5, 1, 1), (3, 1, 7, 1, 1), (1, 3, 7, 1, 1), (1, 3, 9, 1, 1),
+               (1, 3, 11, 1, 1), (1, 3, 13, 1, 1)],
+    "8b.o": [(2, 1, 5, 1, 1), (2, 1, 6, 1, 1), (2, 1, 7, 1, 1), (2, 1, 9, 1, 1), (2, 1, 11, 1, 1), (2, 2, 3, 2, 1),
+             (2, 2, 5, 2, 1), (2, 2, 6, 2, 1), (4, 1, 3, 2, 1), (1, 2, 11, 1, 1), (1, 2, 13, 1, 1)],
+    "8b.down": [(4, 1, 3, 2, 1), (4, 1, 4, 2, 1), (4, 1, 5, 2, 1), (2, 2, 5, 2, 1), (2, 2, 6, 2, 1), (2, 2, 7, 2, 1),
+                (2, 1, 7, 1, 1), (2, 1, 11, 1, 1), (1, 2, 13, 1, 1)]}
+
+
+def minimum_set() -> list[dict[str, Any]]:
+    """q4_1 at 16 and 32 rows: minimums added apart, and in the weights (`scaled`), at many tilings."""
+    found = []
+    for linear, tilings in MINIMUMS.items():
+        found += unpacked(linear, "q4_1")
+        for rows, (w, r, g, s, b), scaled in itertools.product((16, 32), tilings, (False, True)):
+            found += [variant("fewbulk", linear, "q4_1", (rows,), columns=rows, warps=w, strips=r, groups=g, split=s,
+                              blocks_per_sm=b, scaled=scaled, feeders=feeders, dependent_launch=True)
+                      for feeders in ((1,) if b == 2 else (1, 2, 3)) if w * g + feeders <= 25]
+    return found
 
 
 def changed(one: dict[str, Any], rows: int, **changes: Any) -> dict[str, Any]:
@@ -209,4 +233,5 @@ NORM: dict[str, Any] = {        # of chains
     "out_dtype": "bfloat16", "rows": [], "check": [], "options": {}}
 SETS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "all": lambda: without_duplicates(check_variants(), timed_variants(), [NORM]),
-    "rules": lambda: without_duplicates(rule_set(), [NORM])}
+    "rules": lambda: without_duplicates(rule_set(), [NORM]),
+    "minimums": lambda: without_duplicates(minimum_set(), [NORM])}

@@ -18,6 +18,7 @@ from relaxpack.schedules.kernels.cuda.codes_fp8 import can_convert
 from relaxpack.schedules.kernels.cuda.library import LIBRARIES, library_linear, why_not
 from relaxpack.schedules.kernels.cuda.many_tile import divides
 from relaxpack.schedules.kernels.cuda.quantized_tilings import (
+    BLOCK_ROWS,
     bulk_tilings,
     few_bulk_tilings,
     group_columns_tilings,
@@ -83,7 +84,7 @@ def linear_space(spec: LinearSpec, convert: bool = False) -> Space:
         found += _quantized(spec)
     elif rows <= 16:
         found += ({"family": "gemm_rows", **one} for one in _rows_tilings(n, k, rows))
-    if not spec.weight.quantized or rows > linear_rules.UNPACK_ROWS // 2:
+    if not spec.weight.quantized or rows > BLOCK_ROWS // 2:
         if rows <= 256:
             found += ({"family": "gemm_few", **one} for one in _few_tilings(n, k, rows))
         if rows > 32:
@@ -176,18 +177,18 @@ def _quantized(spec: LinearSpec) -> Iterator[Choice]:
     assert spec.max_rows is not None
     n, k, rows, weight = spec.out_features, spec.in_features, spec.max_rows, spec.weight
     words = 4 if weight.bits == 4 else 8
-    if rows <= linear_rules.UNPACK_ROWS or weight.group_size == 16:
+    if rows <= BLOCK_ROWS or weight.group_size == 16:
         for columns in (8,) if rows <= 8 else (16,) if rows <= 16 else (16, 32):      # of more rows, blocks read W from L2
             for one in _loads(n, k, words, (512, 1024), share_x=rows > 8):
                 yield {"family": "gemm_rows_quant", "columns": columns, **one}
-    if rows <= linear_rules.UNPACK_ROWS:
+    if rows <= BLOCK_ROWS:
         yield from ({"family": "gemm_rows_bulk", **one} for one in bulk_tilings(k, rows, weight))
     if rows <= 4 and weight.bits == 4:
         yield from ({"family": "gemm_group_columns", **one} for one in group_columns_tilings(k, rows))
-    if 8 < rows <= linear_rules.UNPACK_ROWS:
+    if rows > 8 and not linear_rules.unpacks(spec, rows, True):
         yield from ({"family": "gemm_few_bulk", **one} for one in few_bulk_tilings(n, k, rows, weight))
     yield from ({"family": "gemm_mixed", **one} for one in mixed_tilings(n, k, rows, weight))
-    if weight.group_size == 16 or rows > linear_rules.UNPACK_ROWS:
+    if weight.group_size == 16 or rows > BLOCK_ROWS:
         return
     for strips in (1, 2):
         for warps in (4, 8):

@@ -112,6 +112,19 @@ template <bool BF> void mma(float* d, MmaRegs r, const float* c) {
   wait(kWarpWait);
   for (int i = 0; i < 4; ++i) d[i] = (float)acc[i];
 }
+inline float tf32(uint32_t u) { u &= 0xffffe000; float f; memcpy(&f, &u, 4); return f; }
+template <int K> void mma_tf32(float* d, MmaRegs r, const float* c) {     // m16n8kK; the low bits of operands are not read
+  cur->slot = &r; wait(kWarpWait);
+  int g = lane_id() / 4, t = lane_id() % 4;
+  double acc[4] = {c[0], c[1], c[2], c[3]};
+  for (int k = 0; k < K; ++k)
+    for (int i = 0; i < 2; ++i)
+      for (int j = 0; j < 2; ++j)
+        acc[i * 2 + j] += (double)tf32(((const MmaRegs*)lane(g * 4 + k % 4).slot)->a[k / 4 * 2 + i]) *
+                          tf32(((const MmaRegs*)lane((t * 2 + j) * 4 + k % 4).slot)->b[k / 4]);
+  wait(kWarpWait);
+  for (int i = 0; i < 4; ++i) d[i] = (float)acc[i];
+}
 template <bool TRANS> void ldmatrix4(uint32_t* r, uint32_t addr) {
   cur->slot = smem + addr; wait(kWarpWait);
   int l = lane_id();

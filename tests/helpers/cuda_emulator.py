@@ -52,6 +52,7 @@ RULES: list[tuple[str, Any]] = [
         f"{{ float d[4], c[4] = {{{', '.join(i[6:])}}}; emu::MmaRegs r = {{{{{', '.join(i[:4])}}}, "
         f"{{{', '.join(i[4:6])}}}}}; emu::mma<{'true' if '.bf16.' in m else 'false'}>(d, r, c); "
         + " ".join(f"{v} = d[{k}];" for k, v in enumerate(o)) + " }"),
+    (r"mma\.sync\.aligned\.m16n8k[48]\.row\.col\.f32\.tf32\.tf32\.f32", lambda o, i, m: _mma_tf32(o, i)),
     (r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16", lambda o, i, m:
         f"{{ uint32_t r[4]; emu::ldmatrix4<{'true' if '.trans' in m else 'false'}>(r, {i[0]}); "
         + " ".join(f"{v} = r[{k}];" for k, v in enumerate(o)) + " }"),
@@ -105,6 +106,13 @@ RULES: list[tuple[str, Any]] = [
 ]
 ASM = re.compile(r'asm(?: volatile)?\("([^"]*)"\s*:([^;]*?)(?::([^;]*?))?(?::\s*"memory"\s*)?\);', re.S)
 OPERAND = re.compile(r'"[^"]*"\(((?:[^()]|\([^()]*\))*)\)')
+
+
+def _mma_tf32(out: list[str], inp: list[str]) -> str:
+    k = (len(inp) - 4) // 3 * 4
+    a, b, c = inp[:k // 2], inp[k // 2:-4], inp[-4:]
+    return (f"{{ float d[4], c[4] = {{{', '.join(c)}}}; emu::MmaRegs r = {{{{{', '.join(a)}}}, {{{', '.join(b)}}}}}; "
+            f"emu::mma_tf32<{k}>(d, r, c); " + " ".join(f"{v} = d[{n}];" for n, v in enumerate(out)) + " }")
 
 
 def _wgmma(out: list[str], inp: list[str], text: str) -> str:

@@ -36,13 +36,13 @@ def sample(family: str) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     if family == "cuda.linear":
         for rows, choice in ((1, RULE), (16, RULE), (512, RULE), (512, {"family": "gemm_many", "tile_n": 64, "cluster": 2})):
             yield LinearSpec(1024, 2048, FORMATS["bf16"], "decode", "bfloat16", "bfloat16", max_rows=rows), choice
-    elif family == "cuda.linear_quantized":
-        for weight, rows, choice in (
-                ("q4_1", 1, RULE), ("q4_0", 8, RULE), ("q8_0", 8, RULE), ("q4_1", 16, RULE), ("q4_0", 32, RULE),
-                ("q4_1", 64, {"family": "gemm_mixed", "columns": 64, "strips": 1, "consumers": 2, "split": 1,
-                              "blocks_per_sm": 1}),
-                ("q8_0", 16, {"family": "gemm_few_quant", "columns": 16, "strips": 1, "warps": 8, "split": 1}),
-                ("q4_0", 512, RULE)):
+    elif family.startswith("cuda.linear_quantized"):
+        samples = (("q4_1", 1, RULE), ("q4_0", 8, RULE), ("q8_0", 8, RULE), ("q4_0", 512, RULE))
+        few = (("q4_1", 16, RULE), ("q4_1", 32, RULE), ("q4_0", 32, RULE), ("fp8", 128, RULE),
+               ("q4_1", 64, {"family": "gemm_mixed", "columns": 64, "strips": 1, "consumers": 2, "split": 1,
+                             "blocks_per_sm": 1}),
+               ("q8_0", 16, {"family": "gemm_few_quant", "columns": 16, "strips": 1, "warps": 8, "split": 1}))
+        for weight, rows, choice in few if family.endswith("_few") else samples:
             yield LinearSpec(1024, 2048, FORMATS[weight], "decode", "bfloat16", "bfloat16", max_rows=rows), choice
     elif family == "cuda.norm":
         for many in (False, True):
@@ -57,7 +57,7 @@ def sample(family: str) -> Iterator[tuple[Any, Mapping[str, Any]]]:
 
 
 def digest_of(family: str) -> str:
-    make, found = families_for(TARGET)[family.removesuffix("_quantized")].make, hashlib.sha256()
+    make, found = families_for(TARGET)[family.removesuffix("_few").removesuffix("_quantized")].make, hashlib.sha256()
     for spec, choice in sample(family):
         stages = make(spec, choice).stages              # whatever they are called
         found.update(generate_source({f"k{i}": stage.func for i, stage in enumerate(stages)}, TARGET.arch).encode())

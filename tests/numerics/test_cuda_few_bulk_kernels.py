@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 
+import numpy as np
 import pytest
 
 import relaxpack.tvm_setup  # noqa: F401  isort: skip
@@ -35,6 +36,8 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
                                        "dependent_launch": True}),
     ("q4_1", 144, 640, 19, "float16", {"columns": 24, "warps": 3, "strips": 1, "groups": 2, "split": 2, "glu": "swiglu",
                                        "bias": True, "residual": True, "dependent_launch": True, "feeders": 3}),
+    ("q4_0", 80, 576, 21, "bfloat16", {"warps": 2, "strips": 1, "groups": 2, "columns": 8, "dependent_launch": True}),
+    ("q5_k", 80, 320, 9, "float16", {"warps": 1, "strips": 2, "groups": 2, "feeders": 2}),
     ("q6_k", 64, 720, 5, "bfloat16", {"columns": 8, "warps": 1, "strips": 2, "groups": 1, "feeders": 3, "scaled": True}),
     ("fp8", 72, 448, 3, "bfloat16", {"columns": 8, "warps": 1, "strips": 2, "groups": 2, "feeders": 2}),
 ])
@@ -51,6 +54,8 @@ def test_few_bulk(rng, name, n, k, t, dtype, options):
 
 @pytest.mark.parametrize(("name", "rows", "shape"), [
     ("q4_0", 9, "o"), ("q4_0", 27, "down"), ("q4_0", 57, "o"), ("q4_0", 24, "qkv"), ("q4_1", 13, "qkv"), ("q4_1", 31, "o"),
+    ("q4_1", 16, "o"), ("q4_1", 9, "gate_up"), ("q4_k", 14, "down"), ("q5_k", 16, "gate_up"), ("q4_1", 24, "gate_up"),
+    ("q4_0", 80, "o"), ("q4_1", 130, "down"), ("fp8", 96, "qkv"),
     ("q4_1", 40, "down"), ("q5_1", 12, "o"), ("fp8", 17, "qkv"), ("fp8_block", 32, "o"),
     ("q6_k", 16, "down"), ("q6_k", 64, "o"), ("q8_0", 16, "gate_up"), ("q8_0", 23, "o"), ("fp8", 16, "o"),
     ("fp8", 32, "down"), ("fp8", 50, "qkv"), ("fp8", 11, "gate_up"),
@@ -69,4 +74,20 @@ def test_tilings_of_the_rule(rng, name, rows, shape):
         rng, gemm_few_bulk, weight, x, options, (tiles * tiling["split"],),
         32 * (tiling["warps"] * tiling["groups"] + tiling["feeders"]),
         scaled_weights(weight, "bfloat16") if tiling["scaled"] else None)
+    assert case.relative_error(y, reference) < case.TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["q4_1", "q4_k", "q5_1"])
+@pytest.mark.parametrize("inputs", ["mean", "mixed", "tiny"])
+def test_minimums_are_added_in_float32(rng, name, dtype, inputs):
+    """tf32 alone would be off by 5e-4. Sums of x that are large against their terms, and groups of very different sizes."""
+    weight, x = case.random_weight(rng, name, 64, 576), case.random_array(rng, (11, 576), dtype)
+    if inputs == "mean":
+        x = (x.astype("float32") + 3).astype(x.dtype)
+    elif inputs == "mixed":
+        x = (x.astype("float32") * np.repeat(10.0 ** rng.uniform(-3, 2, 18), 32)).astype(x.dtype)
+    else:
+        x = (x.astype("float32") * (1e-30 if dtype == "bfloat16" else 1e-4)).astype(x.dtype)
+    y, reference = case.quantized_product(rng, gemm_few_bulk, weight, x, {"warps": 2, "strips": 1, "groups": 2}, (2,), 160)
     assert case.relative_error(y, reference) < case.TOLERANCE["float32"]

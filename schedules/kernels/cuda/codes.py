@@ -14,11 +14,27 @@ AND_OR = 0xEA                   # truth table of a & b | c
 # Bit patterns: a power of two whose lowest mantissa bits have weight 1 (128, 1024), and 1.0.
 BASE = {"bfloat16": 0x4300, "float16": 0x6400}
 SIGNS = 0x80008000
+# 16, whose mantissa's four highest bits then have weights 8 to 1, and the place of the lowest of these bits.
+SIXTEEN = {"bfloat16": 0x4180, "float16": 0x4C00}
+TOP = {"bfloat16": 3, "float16": 6}
 ONE = {"bfloat16": 0x3F803F80, "float16": 0x3C003C00}
 
 
 def twice(half: int) -> int:
     return half * 0x10001
+
+
+def sixteen(dtype: str):
+    """Of a word of 4-bit codes, number 2p and 2p + 1 as 16 + c into a[slot]: the lowest exponent at which four bits are the
+    whole mantissa."""
+    base, top = twice(SIXTEEN[dtype]), TOP[dtype]
+
+    @T.inline
+    def decode(a, slot, word, p):
+        a[slot] = (word << T.Cast("uint32", T.max(top - p * 4, 0))) >> T.Cast("uint32", T.max(p * 4 - top, 0))
+        T.ptx["lop3.b32"](a[slot], a[slot], T.uint32(twice(15 << top)), T.uint32(base), AND_OR)
+
+    return decode
 
 
 class Codes:

@@ -60,7 +60,7 @@ class ScaledCodes:
         @T.inline
         def load(c, o, sc, mn, so, codes, scales, minimums, stage, strips, strip, u, lane):
             """Codes, scales and minimums of chunk u of a stage into registers c[o ..], sc[so ..], mn[so ..]; `strip` counts
-            in the block's `strips`."""
+            in the block's `strips`. Without `mn`, minimums stay where they are."""
             if bits == 4:
                 T.ptx[SHARED4](c[o], c[o + 1], c[o + 2], c[o + 3],
                                codes.ptr_to([stage, (strip * CHUNKS + u) * 128 + lane * 4]))
@@ -72,7 +72,7 @@ class ScaledCodes:
                 first = T.meta_var(strip * 16 + lane // 4 * 2 if long_groups else
                                    (strip * CHUNKS + u) * (8 * lane_words) + lane // 4 * lane_words)
                 load_scales(sc, so, scales, stage, first)
-                if stored:
+                if stored and mn is not None:
                     load_scales(mn, so, minimums, stage, first)
 
         return load

@@ -15,6 +15,7 @@ from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
 from relaxpack.schedules.kernels.cuda.codes_scaled import CHUNKS, SHARED2, SHARED4, ScaledCodes
 from relaxpack.schedules.kernels.cuda.common import block_ids, device, finish, mma_name, quant_entry
 from relaxpack.schedules.kernels.cuda.gemm_few import EVICT_LAST, SW128, TMA_LOAD
+from relaxpack.schedules.kernels.cuda.minimums_product import MinimumsProduct
 from relaxpack.schedules.kernels.cuda.packed_tiles import PackedTiles
 from relaxpack.schedules.kernels.cuda.rows_product import RowsProduct
 from relaxpack.schedules.kernels.cuda.split_epilogue import SplitEpilogue
@@ -76,8 +77,9 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
                       clustered=S > 1, bias=bias, residual=residual, glu=glu, groups=G)
     PITCH, end = E.pitch, E.finish
     assert D >= G, "the tile does not fit"
-    P = RowsProduct(F, NT, dtype, K, True)
-    add_x, product, wide = P.add_x, P.multiply, F.wide
+    apart = stored and not scaled
+    product, wide = RowsProduct(F, NT, dtype, K, True, apart).multiply, F.wide
+    M = MinimumsProduct(F, NT, dtype) if apart else None
     words, MMA = F.words, mma_name(dtype)
     load_codes, make_scales, decode = Q.load, Q.scales, Q.decode
 
@@ -204,15 +206,18 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
                 kg = T.meta_var(wid // W)
                 c = T.alloc_buffer((R * words,), "uint32", scope="local")
                 sc = T.alloc_buffer((R * LANE,), "uint32", scope="local")
-                mn = T.alloc_buffer((R * LANE if stored else 1,), "uint32", scope="local")
+                mn = T.meta_var(None if apart else T.alloc_buffer((R * LANE if stored else 1,), "uint32", scope="local"))
                 v = T.alloc_buffer((8 * NT,), "uint32", scope="local")
                 a = T.alloc_buffer((R * 16 + 1 if scaled else 9,), "uint32", scope="local")
                 upper = T.alloc_buffer((2 * Q.groups,), "uint32", scope="local")
                 lower = T.alloc_buffer((2 * Q.groups,), "uint32", scope="local")
                 least = T.alloc_buffer((2 * Q.groups,), "uint32", scope="local")
-                f = T.alloc_buffer((2,), "float32", scope="local")
+                f = T.alloc_buffer((4 if apart else 2,), "float32", scope="local")
                 piece = T.alloc_buffer((4,), "float32", scope="local")
                 sums = T.alloc_buffer((NT * 4,), "float32", scope="local")
+                keep = T.meta_var(T.alloc_buffer((1,), "uint32", scope="local") if apart else None)
+                split = T.meta_var(T.alloc_buffer((2 * NT,), "uint32", scope="local") if apart else None)
+                m = T.meta_var(T.alloc_buffer((4,), "uint32", scope="local") if apart else None)
                 acc = T.alloc_buffer((R * NT * 4,), "float32", scope="local")
                 stage: T.int32
                 phase: T.int32
@@ -260,6 +265,8 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
                 phase = 0
                 for i in T.serial(T.ceildiv(T.max(count - kg, 0), G)):
                     T.cuda.mbarrier_wait(full.ptr_to([stage]), phase)
+                    if apart:
+                        M.clear(sums)
                     for u in T.serial(U):                   # unrolled, 64 rows need more registers than there are
                         for r in T.unroll(R):
                             if scaled:
@@ -275,9 +282,14 @@ def gemm_few_bulk(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: s
                                 add_products(j)
                             else:
                                 for d in T.unroll(F.groups):
-                                    add_x(sums, v, 0, j, d)
+                                    if apart:
+                                        M.add_x(sums, keep, v, u, j, g)
                                     for r in T.unroll(R):
                                         product(acc, r, piece, a, sums, c, r * words, sc, mn, r * LANE, v, 0, j, d)
+                    if apart:
+                        M.halve_sums(split, sums)
+                        for r in T.unroll(R):
+                            M.add(acc, r, f, m, split, Ss, Ms, stage, wn * R + r, g, q)
                     T.cuda.warp_sync()
                     T.ptx.mbarrier.arrive.shared.b64(empty.ptr_to([stage]), pred=lane == 0)
                     stage = stage + G

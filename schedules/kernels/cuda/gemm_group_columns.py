@@ -10,7 +10,7 @@ groups, take the 16 (and what a format subtracts) away in float32. Of longer gro
 from __future__ import annotations
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
-from relaxpack.schedules.kernels.cuda.codes import AND_OR, twice
+from relaxpack.schedules.kernels.cuda.codes import sixteen
 from relaxpack.schedules.kernels.cuda.codes_fp8 import codes_of
 from relaxpack.schedules.kernels.cuda.common import finish, mma_name, quant_entry
 from relaxpack.schedules.kernels.cuda.fragments import SHORT, shuffle_xor
@@ -22,9 +22,6 @@ from tvm.script import tirx as T
 LOAD_X = "ld.global.v4.b32"
 LOAD_CODES = "ld.global.nc.L1::no_allocate.L2::256B.v4.b32"
 MINUS_ZERO = 0x80008000
-# 16, whose mantissa's four highest bits then have weights 8 to 1, and the place of the lowest of these bits.
-SIXTEEN = {"bfloat16": 0x4180, "float16": 0x4C00}
-TOP = {"bfloat16": 3, "float16": 6}
 
 
 def gemm_group_columns(N: int, K: int, weight: WeightFormat, dtype: str, out_dtype: str, *, columns: int = 1, warps: int = 8,
@@ -48,7 +45,7 @@ def gemm_group_columns(N: int, K: int, weight: WeightFormat, dtype: str, out_dty
     PITCH, prefetch, request, scale, store = E.pitch, E.prefetch, E.request, E.scale, E.store
     SW, stored, SETS = F.scale_words, F.stored, register_sets(rounds, ahead)
     MMA, fma, one = mma_name(dtype), f"fma.rn.{SHORT[dtype]}x2", F.one
-    base, top = twice(SIXTEEN[dtype]), TOP[dtype]
+    decode = sixteen(dtype)
     limited = blocks_per_sm > 0
     load_scales, first_scale = F.load_scales, F.first_scale
 
@@ -120,12 +117,6 @@ def gemm_group_columns(N: int, K: int, weight: WeightFormat, dtype: str, out_dty
                         v[u * 4 + i] = T.uint32(0)
 
         @T.inline
-        def decode(slot, word, p):
-            """Codes 2p, 2p + 1 as 16 + c: the lowest exponent at which four bits are the whole mantissa."""
-            a[slot] = (word << T.Cast("uint32", T.max(top - p * 4, 0))) >> T.Cast("uint32", T.max(p * 4 - top, 0))
-            T.ptx["lop3.b32"](a[slot], a[slot], T.uint32(twice(15 << top)), T.uint32(base), AND_OR)
-
-        @T.inline
         def multiply(slot):
             for u in T.unroll(U):
                 for i in T.unroll(4):
@@ -138,7 +129,7 @@ def gemm_group_columns(N: int, K: int, weight: WeightFormat, dtype: str, out_dty
                 for n in T.unroll(PER):
                     for p in T.unroll(2):
                         for e in T.unroll(4):           # e: row g + 8 * (e % 2), pair e // 2 of the step
-                            decode(e, c[((slot * U + u) * CH + n // 2) * 4 + n % 2 * 2 + e % 2], p * 2 + e // 2)
+                            decode(a, e, c[((slot * U + u) * CH + n // 2) * 4 + n % 2 * 2 + e % 2], p * 2 + e // 2)
                         for i in T.unroll(2):
                             T.ptx[fma](b[i], v[u * 4 + p * 2 + i], keep[n], T.uint32(MINUS_ZERO))
                         T.ptx[MMA](part[p * 4], part[p * 4 + 1], part[p * 4 + 2], part[p * 4 + 3], a[0], a[1], a[2], a[3],

@@ -31,7 +31,6 @@ from relaxpack.schedules.kernels.cuda.linear_rules import (
     EVERY,
     GENERIC_ROWS,
     PREFILL_ROWS,
-    UNPACK_ROWS,
     Plan,
     e4m3_tiling,
     fits_tma,
@@ -39,6 +38,7 @@ from relaxpack.schedules.kernels.cuda.linear_rules import (
     hopper_plan,
     quantized_plan,
     rule_plan,
+    unpacks,
 )
 from relaxpack.schedules.kernels.cuda.many_operands import e4m3_func
 from relaxpack.schedules.kernels.cuda.packing import weight_layout
@@ -122,7 +122,7 @@ def _kernel(spec: LinearSpec, family: str, body: Any, **launch: Any) -> Kernel:
 
 def _quantized(spec: LinearSpec, hopper: bool, convert: bool) -> Kernel:
     rows = spec.max_rows if spec.max_rows is not None else (32 if spec.phase == "decode" else EVERY)
-    if rows > UNPACK_ROWS:
+    if unpacks(spec, rows, hopper):
         return unpacked(spec, hopper)
     return packed(spec, quantized_plan(spec, rows, hopper), hopper, convert)
 

@@ -9,7 +9,12 @@ from typing import Any
 
 from relaxpack.kernel_spec import LinearSpec
 from relaxpack.schedules.kernels.cuda.many_tile import divides
-from relaxpack.schedules.kernels.cuda.quantized_tilings import bulk_tiling, group_columns_tiling, quantized_few_tiling
+from relaxpack.schedules.kernels.cuda.quantized_tilings import (
+    BLOCK_ROWS,
+    bulk_tiling,
+    group_columns_tiling,
+    quantized_few_tiling,
+)
 from relaxpack.weight_format import WeightFormat
 
 MULTIPROCESSORS = 132
@@ -17,7 +22,6 @@ MULTIPROCESSORS = 132
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 TILE_WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)       # columns of a gemm_many tile
 FILL_QUANTIZED = 128            # the same for gemm_few_quant
-UNPACK_ROWS = 64                # from here on a quantised weight is unpacked once before the product
 E4M3_ROWS = 8                   # above so many rows, activations are rounded to fp8 in builds that do so
 EVERY = 1 << 40                 # larger than any row count
 DECODE_ROWS = (8, 32, 128, EVERY)
@@ -30,10 +34,16 @@ def rule_plan(spec: LinearSpec, arch: str) -> Plan:
     """Family and tiling of the kernel for exactly `max_rows` rows; of a weight that is unpacked first, of the product."""
     assert spec.max_rows is not None
     hopper = arch == "sm_90a"
-    if spec.weight.quantized and spec.max_rows <= UNPACK_ROWS:
+    if spec.weight.quantized and not unpacks(spec, spec.max_rows, hopper):
         return quantized_plan(spec, spec.max_rows, hopper)
     plan = hopper_plan if hopper and fits_tma(spec) else generic_plan
     return plan(spec.out_features, spec.in_features, spec.max_rows, spec.gated)
+
+
+def unpacks(spec: LinearSpec, rows: int, hopper: bool) -> bool:
+    """Whether a quantised weight is unpacked once before the product. Hopper's kernels read it again for every 64 rows of x,
+    which takes less up to 192."""
+    return rows > BLOCK_ROWS * (3 if hopper and fits_tma(spec) else 1)
 
 
 def fits_tma(spec: LinearSpec) -> bool:
@@ -162,7 +172,7 @@ def few_estimate(n: int, k: int, columns: int, split: int, share: int, **_: int)
 
 
 def quantized_plan(spec: LinearSpec, rows: int, hopper: bool) -> tuple[str, dict[str, Any]]:
-    """Kernel and options for up to UNPACK_ROWS rows of x and a packed weight."""
+    """Kernel and options for rows of x at which a packed weight is not unpacked."""
     n, k, weight = spec.out_features, spec.in_features, spec.weight
     if rows == 1 and weight.bits == 4:
         return "gemm_group_columns", group_columns_tiling(n, k, rows)

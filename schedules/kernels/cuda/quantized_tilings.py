@@ -13,6 +13,7 @@ from relaxpack.schedules.kernels.cuda.rows_product import register_sets
 from relaxpack.weight_format import WHOLE_ROW, WeightFormat
 
 MULTIPROCESSORS = 132
+BLOCK_ROWS = 64         # most rows of x in a block of the kernels for 9 rows and more
 FILL = 96               # blocks to a place on each multiprocessor: clusters of more do not all fit on the chip at once
 Options = dict[str, Any]
 
@@ -53,49 +54,57 @@ def bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
     return {"columns": 8, "warps": warps, "unroll": unroll, "stages": stages, "blocks_per_sm": per_sm}
 
 
+def rows_of_block(rows: int) -> int:
+    """Rows of x that a block has where so many are shared out among as few as can have them."""
+    return ceildiv(rows, ceildiv(rows, BLOCK_ROWS))
+
+
 def quantized_few_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> tuple[str, Options]:
-    """Kernel and tiling for 9 to 64 rows. gemm_mixed is faster than gemm_few_bulk for many weight rows and more than 32 rows
-    of x, or more than 16 where a row of the weight has one scale, which costs gemm_mixed nothing."""
-    if rows > (16 if weight.group_size == WHOLE_ROW else 32) and ceildiv(n, 16) > 4 * MULTIPROCESSORS:
-        return "gemm_mixed", mixed_tiling(n, k, rows, weight)
-    return "gemm_few_bulk", few_bulk_tiling(n, k, rows, weight)
+    """Kernel and tiling for 9 rows and more. gemm_mixed is faster than gemm_few_bulk for many weight rows and more than 32
+    rows of x in a block, or more than 16 where a row of the weight has one scale, which costs gemm_mixed nothing."""
+    block = rows_of_block(rows)
+    if block > (16 if weight.group_size == WHOLE_ROW else 32) and ceildiv(n, 16) > 4 * MULTIPROCESSORS:
+        return "gemm_mixed", mixed_tiling(n, k, min(rows, BLOCK_ROWS), weight)
+    return "gemm_few_bulk", few_bulk_tiling(n, k, block, weight)
 
 
 def few_bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
     """One wave of blocks, each with all of K where that is short; as many groups of warps as registers allow, of which the
     warps that feed them need theirs. A long K is cut in two where clusters of two fit in the wave: half the stages, and
-    half the x, for each block."""
+    half the x, for each block. Minimums cost sums of x, which strips of a warp share, and registers; above 16 rows weights
+    that have their scales and minimums in them cost less."""
     columns, total, one_scale = -(-rows // 8) * 8, ceildiv(n, 16), weight.group_size == WHOLE_ROW
     strips, split, per_sm, feeders = 1, 1, 1, most_feeders(weight)
+    stored = weight.minimum == "stored"
     if total > 8 * MULTIPROCESSORS:
-        warps, strips, groups, per_sm, feeders = 4, 2, 2 if rows <= 16 else 1, 2, 1
+        warps, strips, groups, per_sm, feeders = 4, 2, 1 if rows > 16 or stored else 2, 2, 1
     elif k > 8192 and 128 <= total <= 2 * MULTIPROCESSORS:
         warps, groups, split = 4, 3, 2
+        if stored and rows <= 16:
+            warps, strips, groups, feeders = 2, 2, 5, 2
     else:
         warps = ceildiv(total, MULTIPROCESSORS)
-        if warps == 3 and rows <= 16 and weight.bits == 4:
+        if warps == 3 and rows <= 16 and weight.bits == 4 and not stored:
             warps, strips, groups = 1, 3, 11
         else:
             if warps == 8:
                 warps, strips = 4, 2
             room = 12 if rows > 32 else 22 if one_scale and rows <= 16 and warps == 2 else 15       # warps of groups
-            if 16 < rows <= 32:
+            if 16 < rows <= 32 or (rows <= 16 and stored):
                 room, feeders = 14, 2                               # 16 warps have the registers that these products want
             groups = max(1, min(room // warps, ceildiv(k, 256)))
     while groups > 1 and stages_that_fit(weight, columns, warps, strips, groups, per_sm) < 2 * groups:
         groups -= 1
-    if weight.bits == 8 and weight.minimum == "stored" and warps * groups + feeders > 16:       # of these at 16 rows too
-        feeders = 1
     return {"columns": columns, "strips": strips, "warps": warps, "split": split, "blocks_per_sm": per_sm,
-            "feeders": feeders, "groups": groups, "scaled": rows > 32}
+            "feeders": feeders, "groups": groups, "scaled": rows > (16 if stored else 32)}
 
 
 def mixed_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
-    """gemm_mixed for 9 rows and more: pieces of K until the chip is full."""
-    columns = -(-rows // 8) * 8 if rows <= 128 else 128
+    """gemm_mixed for 9 to 64 rows in a block: pieces of K until the chip is full."""
+    columns = -(-rows // 8) * 8
     shapes = [(2, 2, 1), (2, 1, 1)]
     consumers, strips, per_sm = next(shape for shape in shapes if fits(weight, columns, *shape))
-    blocks = -(-n // (64 * consumers * strips)) * -(-rows // columns)
+    blocks = -(-n // (64 * consumers * strips))
     split = max(1, min(6, FILL * per_sm // blocks, k // 128 // 4))
     return {"columns": columns, "strips": strips, "consumers": consumers, "split": split, "blocks_per_sm": per_sm}
 
@@ -132,7 +141,7 @@ def group_columns_tilings(k: int, rows: int) -> Iterator[Options]:
 
 def few_bulk_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:
     """gemm_few_bulk: one wave of blocks that fills most of the chip, every warp with enough of K, registers for its sums."""
-    columns = -(-rows // 8) * 8
+    columns = ceildiv(rows_of_block(rows), 8) * 8
     for warps in (1, 2, 3, 4, 6, 7):
         for strips in (1, 2, 3):
             tiles = ceildiv(n, 16 * warps * strips)
@@ -153,8 +162,8 @@ def few_bulk_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterato
 
 def mixed_tilings(n: int, k: int, rows: int, weight: WeightFormat) -> Iterator[Options]:
     """Enough blocks to fill the chip, and not much more than one wave of them."""
-    whole = -(-rows // 8) * 8
-    for columns in sorted({min(whole, 256), *([128] if whole > 128 else []), *([64] if 64 < whole <= 256 else [])}):
+    whole, block = ceildiv(rows, 8) * 8, ceildiv(rows_of_block(rows), 8) * 8
+    for columns in sorted({min(whole, 256), *([128] if whole > 128 else []), *([64, block] if 64 < whole <= 256 else [])}):
         for consumers, strips, per_sm in ((2, 1, 2), (1, 1, 2), (2, 2, 1), (4, 1, 1), (2, 1, 1)):
             if not fits(weight, columns, consumers, strips, per_sm) or (per_sm == 1 and columns < 32):
                 continue

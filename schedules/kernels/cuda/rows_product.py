@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import relaxpack.tvm_setup  # noqa: F401  (before tvm)
+from relaxpack.schedules.kernels.cuda.codes import sixteen
 from relaxpack.schedules.kernels.cuda.common import mma_name
 from tvm.script import tirx as T
 
@@ -49,10 +50,11 @@ def run_rounds(rounds, ahead, load, load_x, multiply):
 
 class RowsProduct:
     """For weights in codes `F` (codes_fp8.codes_of) and 8 * `NT` rows of x. `u` is the place of a chunk of 64 values of K
-    among those of x that lie in registers `v`, `j` its half, `d` a group in that half."""
+    among those of x that lie in registers `v`, `j` its half, `d` a group in that half. `apart`: minimums_product.py adds
+    minimums and takes away the 16 that 4-bit codes then have too much."""
 
-    def __init__(self, F: Any, NT: int, dtype: str, K: int, exact: bool) -> None:
-        MMA = mma_name(dtype)
+    def __init__(self, F: Any, NT: int, dtype: str, K: int, exact: bool, apart: bool = False) -> None:
+        MMA, shifted = mma_name(dtype), sixteen(dtype)
         stored, wide, one, decode = F.stored, F.wide, F.one, F.decode
 
         @T.inline
@@ -93,7 +95,11 @@ class RowsProduct:
             """Into strip `s` of `acc`; the chunk's codes from c[o], its scales and minimums from sc[so], mn[so]."""
             for p in T.unroll(F.steps):
                 for e in T.unroll(4):               # e: row g + 8 * (e % 2), pair e // 2 of the step
-                    decode(a, p * 4 + e, 8, F.pair(c, o, j, e % 2, F.step(p, d) * 2 + e // 2), F.less(sc, so, e % 2))
+                    if apart and F.weight.bits == 4:
+                        shifted(a, p * 4 + e, c[o + j * 2 + e % 2], F.step(p, d) * 2 + e // 2)
+                    else:
+                        decode(a, p * 4 + e, 8, F.pair(c, o, j, e % 2, F.step(p, d) * 2 + e // 2),
+                               F.less(sc, so, e % 2))
             for n in T.unroll(NT):
                 for e in T.unroll(4):
                     part[e] = T.float32(0)
@@ -104,7 +110,7 @@ class RowsProduct:
                 for e in T.unroll(4):
                     i = T.meta_var((s * NT + n) * 4 + e)
                     acc[i] = acc[i] + part[e] * F.scale(sc, so, e // 2, j * F.groups + d)
-                    if stored:
+                    if stored and not apart:
                         acc[i] = acc[i] + sums[n * 4 + e % 2] * F.scale(mn, so, e // 2, j * F.groups + d)
 
         self.load_x, self.add_x, self.multiply = load_x, add_x, multiply

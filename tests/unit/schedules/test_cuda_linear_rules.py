@@ -9,7 +9,7 @@ import pytest
 
 from relaxpack.kernel_spec import LinearSpec
 from relaxpack.schedules.kernels.cuda.gemm_few_bulk import most_feeders, stages_that_fit
-from relaxpack.schedules.kernels.cuda.linear import NORM_FAMILIES
+from relaxpack.schedules.kernels.cuda.linear import NORM_FAMILIES, linear
 from relaxpack.schedules.kernels.cuda.linear_rules import (
     CLUSTERS,
     few_tiling,
@@ -22,6 +22,7 @@ from relaxpack.schedules.kernels.cuda.linear_rules import (
 from relaxpack.schedules.kernels.cuda.many_tile import divides
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
 from relaxpack.schedules.kernels.cuda.quantized_tilings import group_columns_tiling, quantized_few_tiling
+from relaxpack.schedules.tuning.cuda_linear_spaces import linear_space
 from relaxpack.target import TargetSpec
 from relaxpack.weight_format import FORMATS
 
@@ -95,7 +96,43 @@ def test_tiles_of_few_quantised_rows_fit(name):
         assert rows <= 16 or warps * groups + feeders <= 16, "more warps would spill"
         blocks = -(-n // (16 * warps * tiling["strips"]))
         assert tiling["split"] == 1 or blocks <= CLUSTERS[tiling["split"]] * per_sm
-        assert tiling["scaled"] == (rows > 32)
+        assert tiling["scaled"] == (rows > (16 if weight.minimum == "stored" else 32))
+
+
+def test_minimums_of_up_to_16_rows_want_strips_that_share_the_sums_of_x():
+    def tile(n: int, k: int, name: str) -> tuple[int, ...]:
+        tiling = quantized_few_tiling(n, k, 16, FORMATS[name])[1]
+        return tuple(tiling[key] for key in ("warps", "strips", "groups", "split", "feeders"))
+
+    for name in ("q4_1", "q4_k", "q5_1"):
+        assert [tile(n, k, name) for n, k in ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336))] == [
+            (2, 1, 7, 1, 2), (3, 1, 4, 1, 2), (4, 2, 1, 1, 1), (2, 2, 5, 2, 2)]
+    assert [tile(n, k, "q4_0") for n, k in ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336))] == [
+        (2, 1, 7, 1, 3), (1, 3, 11, 1, 3), (4, 2, 2, 1, 1), (4, 1, 3, 2, 3)]
+
+
+def test_hopper_reads_a_packed_weight_again_for_every_64_rows_up_to_192():
+    def plan(rows: int, arch: str, n: int = 4096, name: str = "q4_0") -> tuple[str, int | None]:
+        spec = LinearSpec(n, 4096, FORMATS[name], "decode", "bfloat16", "bfloat16", max_rows=rows)
+        family, options = rule_plan(spec, arch)
+        sources = {stage.name.split("_")[0] for stage in linear(spec, arch).stages}
+        assert ("dequantize" in sources) == (family in ("gemm_many", "gemm_few", "gemm_tiles"))
+        return family, options.get("columns")
+
+    assert [plan(rows, "sm_90a") for rows in (64, 65, 96, 128, 160, 192)] == [
+        ("gemm_few_bulk", columns) for columns in (64, 40, 48, 64, 56, 64)]
+    assert [plan(rows, "sm_90a", 28672) for rows in (64, 65, 128, 192)] == [("gemm_mixed", 64)] * 4
+    assert plan(193, "sm_90a")[0] in ("gemm_many", "gemm_few")
+    assert plan(64, "sm_80")[0] == "gemm_few_quant" and plan(65, "sm_80")[0] == "gemm_tiles"
+    assert plan(65, "sm_90a", 4100)[0] == "gemm_tiles"              # rows of y that TMA cannot store
+
+
+@pytest.mark.parametrize("rows", [16, 64, 96, 128, 160, 192])
+def test_tuning_tries_other_tilings_of_what_the_rule_takes(rows):
+    for n, name in itertools.product((4096, 28672), ("q4_0", "q4_1", "fp8")):
+        space = linear_space(LinearSpec(n, 4096, FORMATS[name], "decode", "bfloat16", "bfloat16", max_rows=rows))
+        rule = {key: space.default[key] for key in ("family", "columns")}
+        assert len([choice for choice in space.choices if rule.items() <= choice.items()]) > 3
 
 
 def test_a_long_k_is_cut_in_two_where_the_clusters_fit_in_one_wave():

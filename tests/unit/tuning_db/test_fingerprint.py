@@ -59,7 +59,7 @@ def test_every_family_of_kernels_has_a_generation_of_its_own(monkeypatch: pytest
     """Kernels of one family change: its records count no more, those of others do."""
     cpu = TargetSpec("cpu", "znver5", ("avx2", "f16c", "fma"), 2)
     known = {*families_for(parse_target("cuda:sm_90a")), *families_for(cpu)}
-    assert known | {"cuda.linear_quantized"} == set(GENERATIONS)
+    assert known | {"cuda.linear_quantized", "cuda.linear_quantized_few"} == set(GENERATIONS)
     norm, linear = (Workload.kernel(family, {"n": 1}) for family in ("cpu.norm", "cpu.linear_float"))
     made = [record(workload=work, compiler=for_workload(COMPILER, work)) for work in (norm, linear)]
     monkeypatch.setitem(GENERATIONS, "cpu.norm", 5)
@@ -68,13 +68,18 @@ def test_every_family_of_kernels_has_a_generation_of_its_own(monkeypatch: pytest
     assert for_workload(COMPILER, Workload.kernel("something", {})) == COMPILER
 
 
-def test_matmuls_of_quantised_weights_on_a_gpu_have_a_number_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmuls_of_quantised_weights_on_a_gpu_have_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     family = families_for(parse_target("cuda:sm_90a"))["cuda.linear"]
-    plain, packed = (family.workload(LinearSpec(64, 64, FORMATS[weight], "decode", "bfloat16", "bfloat16", max_rows=1))
-                     for weight in ("bf16", "q4_1"))
+
+    def work_of(weight: str, rows: int | None) -> Workload:
+        return family.workload(LinearSpec(64, 64, FORMATS[weight], "decode", "bfloat16", "bfloat16", max_rows=rows))
+
     monkeypatch.setitem(GENERATIONS, "cuda.linear_quantized", 7)
-    assert for_workload(COMPILER, packed) == {**COMPILER, "kernels": 7}
-    for work in (plain, Workload.kernel("cuda.linear", {"weight": "q4_1"})):        # the other one is no matmul of ours
+    monkeypatch.setitem(GENERATIONS, "cuda.linear_quantized_few", 8)
+    for rows, number in ((1, 7), (8, 7), (9, 8), (192, 8), (193, 7), (None, 7)):
+        assert for_workload(COMPILER, work_of("q4_1", rows)) == {**COMPILER, "kernels": number}
+    strange = Workload.kernel("cuda.linear", {"weight": "q4_1"})        # no matmul of ours
+    for work in (work_of("bf16", 1), work_of("bf16", 16), strange):
         assert for_workload(COMPILER, work) == {**COMPILER, "kernels": GENERATIONS["cuda.linear"]}
 
 
