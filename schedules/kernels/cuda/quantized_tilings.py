@@ -90,8 +90,8 @@ def few_bulk_tiling(n: int, k: int, rows: int, weight: WeightFormat) -> Options:
             if warps == 8:
                 warps, strips = 4, 2
             room = 12 if rows > 32 else 22 if one_scale and rows <= 16 and warps == 2 else 15       # warps of groups
-            if 16 < rows <= 32 or (rows <= 16 and stored):
-                room, feeders = 14, 2                               # 16 warps have the registers that these products want
+            if 16 < rows <= 32 or (rows <= 16 and stored):          # so many warps have the registers that products want
+                room, feeders = 12 if stored and weight.bits == 8 else 14, 2
             groups = max(1, min(room // warps, ceildiv(k, 256)))
     while groups > 1 and stages_that_fit(weight, columns, warps, strips, groups, per_sm) < 2 * groups:
         groups -= 1
