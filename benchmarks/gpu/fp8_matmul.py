@@ -22,8 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.gpu.kernel_libraries import compile_parts, spilling
+from benchmarks.gpu.matmul_bench import Bench, copies_to_rotate, exact
 from benchmarks.gpu.matmul_turns import Turns, child, in_turn, medians, run
-from benchmarks.gpu.matmul_variants import LINEARS, variant
+from benchmarks.gpu.matmul_variants import LINEARS, make, variant
 
 FEW_ROWS = (16, 64)             # where kernels that read packed fp8 weights and float activations compete
 ROWS = (128, 192, 256, 512, 1024, 2048, 4096, 8192)
@@ -109,7 +111,6 @@ def check_variants() -> list[dict[str, Any]]:
 
 
 def build_checks(folder: Path) -> None:
-    from benchmarks.gpu.kernels_matmul import compile_parts, make
     from relaxpack.schedules.kernels.cuda.quantize_rows import quantize_rows
 
     variants = check_variants()
@@ -123,7 +124,6 @@ def build_checks(folder: Path) -> None:
 
 
 def build(folder: Path, per_module: int = 16) -> None:
-    from benchmarks.gpu.kernels_matmul import compile_parts, make, spilling
     from relaxpack.schedules.kernels.cuda.quantize_rows import quantize_rows
 
     todo, precise = items(), precision_variants()
@@ -186,7 +186,7 @@ class Fp8Turns(Turns):
             self.checks.clear()
             bf16 = self.copies(linear)
             codes, scales = quantized(self.torch, bf16[0])
-            count = max(4, self.copies_to_rotate(codes.numel()))
+            count = max(4, copies_to_rotate(codes.numel()))
             first = packed(self.torch, codes.view(self.torch.uint8))
             self.codes[linear] = {
                 "plain": [codes, *(codes.clone() for _ in range(count - 1))], "scales": scales,
@@ -335,8 +335,6 @@ class Fp8Checks:
     """Rows of very different size through quantize_rows and the product, against float64 of the codes that were made."""
 
     def __init__(self, folder: Path) -> None:
-        from benchmarks.gpu.kernels_matmul import Bench
-
         found = json.loads((folder / "checks.json").read_text())
         self.bench, self.place, self.variants = Bench(folder), found["place"], found["variants"]
 
@@ -346,8 +344,6 @@ class Fp8Checks:
     def check(self, one: dict[str, Any]) -> list[dict[str, Any]]:
         """By number of rows: the largest relative error of a row, whether a second run has the same bits, and the share of
         codes that are not those of the definition."""
-        from benchmarks.gpu.kernels_matmul import exact
-
         torch, n, k, options = self.bench.torch, one["n"], one["k"], one["options"]
         ((codes, scales),), weight = self.bench.packed(one, 1)
         plain = torch.from_numpy(weight.dequantize()).cuda()

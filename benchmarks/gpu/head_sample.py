@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.matmul_bench import Bench
 
 SHAPES = {"1b": (128256, 2048), "qwen-0.5b": (151936, 896), "smollm2": (49152, 576)}
 ROWS = (1, 2, 4, 8)
@@ -67,8 +68,6 @@ def build(folder: Path) -> None:
 
 class HeadBench:
     def __init__(self, folder: Path) -> None:
-        from benchmarks.gpu.kernels_matmul import Bench
-
         self.bench = Bench(folder)
         self.torch = self.bench.torch
         self.copies: dict[str, list[Any]] = {}

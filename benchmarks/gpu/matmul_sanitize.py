@@ -54,7 +54,7 @@ def variants() -> list[dict[str, Any]]:
 def build(folder: Path) -> None:
     import relaxpack.tvm_setup  # noqa: F401
     import tvm
-    from benchmarks.gpu.kernels_matmul import make
+    from benchmarks.gpu.matmul_variants import make
     from relaxpack.schedules.cuda_compile import compile_module
     from relaxpack.target import parse_target
 

@@ -28,7 +28,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.matmul_variants import LINEARS, variant
+from benchmarks.gpu.kernel_libraries import compile_parts, spilling
+from benchmarks.gpu.matmul_bench import Bench, copies_to_rotate
+from benchmarks.gpu.matmul_variants import LINEARS, make, variant
 
 CHECK_ROWS = 200
 DEFAULTS = {"split": 1, "cluster": 1, "skew": 0}            # of gemm_many and gemm_few: not said in names
@@ -111,8 +113,6 @@ def with_variants(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # ---- building machine ----
 
 def build(folder: Path, todo: list[dict[str, Any]], per_module: int = 16) -> None:
-    from benchmarks.gpu.kernels_matmul import compile_parts, make, spilling
-
     makers = {one["name"]: partial(make, one) for item in todo for one in item["variants"]}
     made = compile_parts(folder, "turns", makers, per_module)
     place = {name: kernel["library"] for name, kernel in made.items()}
@@ -153,9 +153,7 @@ def cluster_counts() -> dict[str, int]:
 
 class Turns:
     def __init__(self, folder: Path, place: dict[str, str]) -> None:
-        from benchmarks.gpu.kernels_matmul import Bench, copies_to_rotate
-
-        self.bench, self.place, self.copies_to_rotate = Bench(folder), place, copies_to_rotate
+        self.bench, self.place = Bench(folder), place
         self.torch = self.bench.torch
         self.weights: dict[str, Any] = {}
         self.checked: dict[str, float] = {}
@@ -171,7 +169,7 @@ class Turns:
             self.torch.cuda.empty_cache()
             n, k, _ = LINEARS[linear]
             first = self.bench.random((n, k), "bfloat16", k ** -0.5)
-            count = max(4, self.copies_to_rotate(2 * n * k))
+            count = max(4, copies_to_rotate(2 * n * k))
             self.weights[linear] = [first, *(first.clone() for _ in range(count - 1))]
         return self.weights[linear]
 

@@ -1,5 +1,5 @@
-"""The kernel variants that `kernels_matmul.py` builds and times: data only, shared by the building machine (TVM compiler)
-and the GPU machine (TVM runtime). A variant is a plain dictionary."""
+"""The kernel variants that `kernels_matmul.py` builds and times. A variant is a plain dictionary, for the building machine
+(TVM compiler) and the GPU machine (TVM runtime) alike; only `make` needs the compiler."""
 
 from __future__ import annotations
 
@@ -250,3 +250,43 @@ def group_variants() -> dict[str, list[dict[str, Any]]]:
               "chain": chain_variants(), "many": many_variants(), "plan": plan_variants(), "explore": explore_variants(),
               "compare": compare_variants(), "any": any_variants()}
     return {name: list({v["name"]: v for v in variants}.values()) for name, variants in groups.items()}
+
+
+def make(variant: dict[str, Any]) -> Any:
+    """Variant → PrimFunc named by it."""
+    from relaxpack.schedules.kernels.cuda.dequantize import dequantize
+    from relaxpack.schedules.kernels.cuda.gemm_few import gemm_few
+    from relaxpack.schedules.kernels.cuda.gemm_few_bulk import gemm_few_bulk
+    from relaxpack.schedules.kernels.cuda.gemm_few_quant import gemm_few_quant
+    from relaxpack.schedules.kernels.cuda.gemm_group_columns import gemm_group_columns
+    from relaxpack.schedules.kernels.cuda.gemm_many import gemm_many
+    from relaxpack.schedules.kernels.cuda.gemm_mixed import gemm_mixed
+    from relaxpack.schedules.kernels.cuda.gemm_rows import gemm_rows
+    from relaxpack.schedules.kernels.cuda.gemm_rows_bulk import gemm_rows_bulk
+    from relaxpack.schedules.kernels.cuda.gemm_rows_quant import gemm_rows_quant
+    from relaxpack.schedules.kernels.cuda.norm import norm
+    from relaxpack.weight_format import FORMATS
+
+    from relaxpack.kernel_spec import LinearSpec, NormSpec  # isort: skip
+    from relaxpack.schedules.kernels.cuda.linear import linear  # isort: skip
+
+    n, k, dtype, out_dtype, options = (variant[key] for key in ("n", "k", "dtype", "out_dtype", "options"))
+    if "swiglu" in options:
+        options = {key: value for key, value in options.items() if key != "swiglu"}
+        options["glu"] = "swiglu" if variant["options"]["swiglu"] else None
+    family, name = variant["family"], variant["name"]
+    if family == "dequantize":
+        return dequantize(n, k, FORMATS[variant["weight"]], dtype, name=name)
+    quantised = {"quant": gemm_rows_quant, "few_quant": gemm_few_quant, "rows_bulk": gemm_rows_bulk, "mixed": gemm_mixed,
+                 "few_bulk": gemm_few_bulk, "group_columns": gemm_group_columns}
+    if family in quantised:
+        return quantised[family](n, k, FORMATS[variant["weight"]], dtype, out_dtype, name=name, **options)
+    if family == "norm":
+        return norm(NormSpec(k, 1e-5, dtype, options["residual"]), dependent_launch=options["dependent_launch"], name=name)
+    if family == "any":
+        flags = {key: options[key] for key in ("glu", "bias", "residual")}
+        spec = LinearSpec(n, k, FORMATS["bf16" if dtype == "bfloat16" else "f16"],
+                          "prefill" if options["prefill"] else "decode", dtype, out_dtype, **flags)
+        (stage,) = linear(spec, "sm_90a").stages
+        return stage.func.with_attr("global_symbol", name)
+    return {"rows": gemm_rows, "few": gemm_few, "many": gemm_many}[family](n, k, dtype, out_dtype, name=name, **options)

@@ -20,7 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.kernels_matmul import Bench, compile_parts
+from benchmarks.gpu.kernel_libraries import compile_parts
+from benchmarks.gpu.matmul_bench import Bench, copies_to_rotate
 from benchmarks.gpu.matmul_variants import LINEARS
 
 LAYERS = 12
@@ -306,8 +307,6 @@ class Run:
 
     def heads(self) -> None:
         """The LM head by itself, over copies of its weight."""
-        from benchmarks.gpu.kernels_matmul import copies_to_rotate
-
         for model, weight in HEADS:
             mine = tuple(self.index["rules"][f"{model} {weight} 1"]["head"])
             if name_of("head", model, weight, mine, "folded") not in self.index["kernels"]:

@@ -19,7 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.kernels_matmul import TOLERANCE, Bench, compile_parts, exact, spilling
+from benchmarks.gpu.kernel_libraries import compile_parts, spilling
+from benchmarks.gpu.matmul_bench import TOLERANCE, Bench, exact
 from benchmarks.gpu.matmul_variants import LINEARS
 from benchmarks.gpu.quantised_variants import FAMILIES, SETS, only
 

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.gpu.matmul_bench import TOLERANCE, copies_to_rotate
+
 Buffers = dict[str, Any]                 # name of a buffer in the contract of kernel_spec → tensor, or the layer's number
 FEW_ROWS = 256                           # above, a matmul is bound by arithmetic and two copies of a weight are enough
 ATTENTION_BYTES = 400 << 20              # keys and values that are walked over
@@ -56,7 +58,6 @@ class LinearCase(Case):
     kind = "linear"
 
     def __init__(self, bench: Any, given: dict[str, Any], unpack: Callable[..., None] | None = None) -> None:
-        from benchmarks.gpu.kernels_matmul import TOLERANCE, copies_to_rotate
         from relaxpack.weight_format import FORMATS
 
         super().__init__(bench, given)
@@ -146,8 +147,6 @@ class LinearCase(Case):
         linear, x = self.torch.nn.functional.linear, self.sets[0]["x"]
         weights = [one["weight"] for one in self.sets if "weight" in one]
         if not weights:
-            from benchmarks.gpu.kernels_matmul import copies_to_rotate
-
             weights = [self.plain.clone() for _ in range(copies_to_rotate(self.plain.nbytes))]
         return [lambda w=w: linear(x, w) for w in weights]
 

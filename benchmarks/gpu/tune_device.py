@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.gpu.matmul_bench import Bench
 from benchmarks.gpu.tune_cases import CASES, Buffers, Case
 from benchmarks.gpu.tune_chains import Chains, fatal
 from benchmarks.gpu.tune_decisions import decided, geometric_mean
@@ -115,8 +116,6 @@ def write(out: Path, result: dict[str, Any]) -> None:
 
 
 def make_bench() -> Any:
-    from benchmarks.gpu.kernels_matmul import Bench
-
     bench = Bench(Path(tempfile.mkdtemp(prefix="tune-")))
     bench.lead_in = True         # whatever else the host does, compiling for one
     return bench

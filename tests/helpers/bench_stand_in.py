@@ -1,4 +1,4 @@
-"""Stands in for `benchmarks.gpu.kernels_matmul.Bench` on a machine without a GPU: tensors of torch on the CPU, kernels
+"""Stands in for `benchmarks.gpu.matmul_bench.Bench` on a machine without a GPU: tensors of torch on the CPU, kernels
 that are written in torch and called with the same arguments, and times out of a table.
 """
 
