@@ -172,7 +172,7 @@ class DecodeBench(Bench):
                         share=moved / us * 1e6 / self.ceiling, fastest=min(times[name]), slowest=max(times[name]))
 
     def time_coverage(self, name: str, rows: int, length: int) -> None:
-        from benchmarks.gpu.kernels_attention import sdpa_decode
+        from benchmarks.gpu.attention_times import sdpa_decode
         spec = self.library.spec(name)
         seen = min(length, spec["window"] or length)
         moved = rows * seen * spec["num_kv_heads"] * spec["head_dim"] * 4
@@ -188,7 +188,7 @@ class DecodeBench(Bench):
                     share=moved / us * 1e6 / self.ceiling, error=error, **values)
 
     def run_parts(self, parts: list[str]) -> None:
-        from benchmarks.gpu.kernels_attention import read_bandwidth
+        from benchmarks.gpu.attention_times import read_bandwidth
         self.ceiling = read_bandwidth()
         self.record(kind="ceiling", GBps=self.ceiling / 1e9)
         work: list[Any] = []

@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.gpu.attention_report import FAILURES, require
 from relaxpack.model_info import FP8, kv_item_bytes
 
 Variant = tuple[int, ...]
@@ -115,9 +116,9 @@ class Bench:
     def __init__(self, folder: Path, out: Path, limit: float) -> None:
         import torch
 
-        from benchmarks.gpu import kernels_attention
+        from benchmarks.gpu import attention_checks
         from tests.helpers import attention_device
-        self.torch, self.dev, self.checks = torch, attention_device, kernels_attention
+        self.torch, self.dev, self.checks = torch, attention_device, attention_checks
         self.library = attention_device.Library(folder)
         self.out, self.end = out, time.monotonic() + limit
         self.rows: list[dict[str, Any]] = []
@@ -134,21 +135,21 @@ class Bench:
 
     def save(self) -> None:
         self.out.write_text(json.dumps({"device": self.torch.cuda.get_device_name(), "rows": self.rows,
-                                        "failures": self.checks.FAILURES}, indent=1) + "\n")
+                                        "failures": FAILURES}, indent=1) + "\n")
 
     def check(self, name: str) -> None:
         """Float64 over what the pages hold, poisoned outputs, equal repeats; rope and fused: what they write too."""
-        before, kind = len(self.checks.FAILURES), name.split(".")[0]
+        before, kind = len(FAILURES), name.split(".")[0]
         if kind == "fused":
             error, complaints = self.dev.check_fused(self.library, name)
             for complaint in complaints:
-                self.checks.require(False, complaint)
+                require(False, complaint)
             self.record(kind="numbers", kernel=name, error=error)
         elif kind == "rope":
             self.checks.check_rope(_Only(self.library, name))
         else:
             self.checks.check_attention(_Only(self.library, name), kind, "")
-        if len(self.checks.FAILURES) > before:
+        if len(FAILURES) > before:
             self.wrong.add(name)
         self.save()
 
@@ -273,9 +274,8 @@ def main() -> int:
         return 0
     bench = Bench(args.folder, args.out, args.limit)
     bench.run(args.models.split(","))
-    failures = bench.checks.FAILURES
-    print("FAILURES:" if failures else "all checks passed", *failures, sep="\n")
-    return 1 if failures else 0
+    print("FAILURES:" if FAILURES else "all checks passed", *FAILURES, sep="\n")
+    return 1 if FAILURES else 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SCRIPTS = ("against_transformers", "check_bundle", "decode_attention", "fp8_matmul",
+SCRIPTS = ("against_transformers", "attention_checks", "attention_times", "check_bundle", "decode_attention", "fp8_matmul",
            "fused_attention", "head_sample", "kernels_attention", "kernels_matmul", "kv_fp8", "matmul_bench", "matmul_turns",
            "norm_fusion", "prefill_attention", "quantised_matmul", "random_bundle", "run_models", "sampling_steps",
            "serve_peers", "shared_steps", "timeline", "tune", "tune_device", "tuned_steps", "visit", "visit_sections")
