@@ -58,16 +58,16 @@ class CudaMeasurer(Builder):
                                         rounds, seconds, norm)
         return found
 
-    def time_in_chain(self, libraries: Sequence[str], work: Workload, chain: Chain, seed: int, rounds: int,
-                      seconds: float) -> list[Rounds]:
-        rule = {"kind": "parameters", "parameters": {}}
+    def time_in_chain(self, libraries: Sequence[str], work: Workload, chain: Chain, around: Mapping[str, Mapping[str, Any]],
+                      seed: int, rounds: int, seconds: float) -> list[Rounds]:
+        rule: dict[str, Any] = {"kind": "parameters", "parameters": {}}
         others = [one for key, one in chain.works().items() if key != work.hash]
         with ThreadPoolExecutor(self.parallel) as pool:
-            built = list(pool.map(lambda one: self.build(one, rule), others))
-        around = {one.hash: library for one, library in zip(others, built, strict=True)}
+            built = list(pool.map(lambda one: self.build(one, around.get(one.hash, rule)), others))
+        beside = {one.hash: library for one, library in zip(others, built, strict=True)}
         with self._running:
             self._runner.call(self.jobs + "prepare_chain", chain, seed, timeout=PREPARE_SECONDS)
-            found: list[Rounds] = self._runner.call(self.jobs + "time_in_chain", list(libraries), work, chain, around, seed,
+            found: list[Rounds] = self._runner.call(self.jobs + "time_in_chain", list(libraries), work, chain, beside, seed,
                                                     rounds, seconds, timeout=self._run_seconds + seconds)
         return found
 

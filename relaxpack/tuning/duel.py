@@ -45,7 +45,8 @@ def in_step(rounds: Rounds, rule: Rounds, alone_us: float, calls: int) -> Rounds
     return Rounds(tuple(times), clean, rounds.rotated_bytes)
 
 
-def chain_facts(rule_us: float, own_us: float, function: str, calls: int) -> str:
-    """For the conditions of a record; microseconds of a layer."""
-    return (f"whole layers of {function}, {calls} of these in each: {rule_us:.3f} us a layer by the rule, {own_us:.3f} with "
-            "this; times are what the rule's takes alone, and the difference")
+def chain_facts(rule_us: float, own_us: float, function: str, calls: int, tuned: int = 0) -> str:
+    """For the conditions of a record; microseconds of a layer. `tuned`: kernels around it that are not the rule's."""
+    around = f", records for {tuned} of the others" if tuned else ""
+    return (f"whole layers of {function}, {calls} of these in each{around}: {rule_us:.3f} us a layer by the rule, "
+            f"{own_us:.3f} with this; times are what the rule's takes alone, and the difference")

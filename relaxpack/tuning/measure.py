@@ -40,11 +40,11 @@ class Measurer(Protocol):
 
 @runtime_checkable
 class ChainMeasurer(Measurer, Protocol):
-    """`time_in_chain`: microseconds of a layer of the chain with each library in the place of the kernel for `work`, the
-    others the rule's."""
+    """`time_in_chain`: microseconds of a layer of the chain with each library in the place of the kernel for `work`.
+    `around`: choices for others of its kernels, by the hash of their work; the rest are the rule's."""
 
-    def time_in_chain(self, libraries: Sequence[str], work: Workload, chain: Chain, seed: int, rounds: int,
-                      seconds: float) -> list[Rounds]: ...
+    def time_in_chain(self, libraries: Sequence[str], work: Workload, chain: Chain, around: Mapping[str, Mapping[str, Any]],
+                      seed: int, rounds: int, seconds: float) -> list[Rounds]: ...
 
 
 class Builder:

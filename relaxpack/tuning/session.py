@@ -2,7 +2,7 @@
 best meet the incumbent in a duel, store the winner. Built from parts that can be replaced: a measurer, a store, a log.
 
 What a trial measures decides what is tried next; what is stored is decided by the duel alone, by the rule of noise: for
-kernels of a GPU's decode steps in a chain of whole layers.
+kernels of a GPU's decode steps in a chain of whole layers, with the winners so far around it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from relaxpack.schedules.tuning.noise import MIN_PAIRS
 from relaxpack.schedules.tuning.search import Search
 from relaxpack.schedules.tuning.tuned import as_choice
 from relaxpack.target import TargetSpec
+from relaxpack.tuning.candidates import families_for
 from relaxpack.tuning.chain import CHAIN_FINALISTS, CHAIN_GAIN, CHAIN_ROUNDS
 from relaxpack.tuning.duel import chain_facts, decide, in_step
 from relaxpack.tuning.measure import ChainMeasurer, Measurer
 from relaxpack.tuning.rounds import Rounds, machine_conditions
+from relaxpack.tuning.surroundings import choices_around
 from relaxpack.tuning.tasks import Task
 from relaxpack.tuning.trial_log import TrialLog
 from relaxpack.tuning.worker import CandidateFailed
-from relaxpack.tuning_record import Check, Facts, Origin, TuningRecord, digest
+from relaxpack.tuning_record import Check, Facts, Origin, TuningRecord, Workload, digest
 
 FINALISTS = 3
 DUEL_ROUNDS = 15
@@ -118,9 +120,12 @@ class TuningSession:
         return {"workload": task.workload.hash, "bucket": task.bucket, "target": dict(self.target),
                 "compiler": dict(for_workload(self.compiler, task.workload))}
 
+    def _known(self, workload: Workload, bucket: int | None) -> TuningRecord | None:
+        return self.store.lookup(workload.hash, bucket, digest(self.target), digest(for_workload(self.compiler, workload)))
+
     def _task(self, task: Task, budget: int, end: float) -> Outcome:
         outcome, key = Outcome(task, "failed"), self.key(task)
-        known = self.store.lookup(task.workload.hash, task.bucket, digest(self.target), digest(key["compiler"]))
+        known = self._known(task.workload, task.bucket)
         history = self.log.history(key)
         outcome.trials, outcome.failed = len(history.results), history.failures()
         if history.done is not None and known is not None:
@@ -251,7 +256,8 @@ class TuningSession:
             for choice in choices:
                 libraries.append(self.measurer.build(task.work, choice))
                 checks.append(self._check(task, libraries[-1]))
-            rounds = self._duel(task, libraries)
+            around = self._around(task)
+            rounds = self._duel(task, libraries, around)
         finally:
             for library in libraries:
                 self.measurer.discard(library)
@@ -263,7 +269,7 @@ class TuningSession:
             winner, verdict = decide(rounds, choices[0] == choices[1], 0.0, CHAIN_GAIN)
             calls = task.chain.calls_of(task.work.hash)
             rule_us, own_us = (statistics.median(rounds[index].times_us) for index in (1, winner))
-            facts = {"chain": chain_facts(rule_us, own_us, task.chain.function, calls)}
+            facts = {"chain": chain_facts(rule_us, own_us, task.chain.function, calls, len(around))}
             rounds = [in_step(one, rounds[1], outcome.untuned_us, calls) for one in rounds]
         kept = rounds[winner].kept()
         if min(verdict.pairs, len(kept)) < MIN_PAIRS:
@@ -286,11 +292,17 @@ class TuningSession:
             outcome.state, outcome.why = "stopped", "no time left; run again to go on"
         return outcome
 
-    def _duel(self, task: Task, libraries: Sequence[str]) -> list[Rounds]:
+    def _around(self, task: Task) -> dict[str, dict[str, Any]]:
+        if task.chain is None:
+            return {}
+        return choices_around(task.chain, task.work.hash, families_for(self.compiled_for), self._known)
+
+    def _duel(self, task: Task, libraries: Sequence[str], around: Mapping[str, Mapping[str, Any]]) -> list[Rounds]:
         if task.chain is None:
             return self.measurer.time(libraries, task.work, task.bucket or 1, SEED, DUEL_ROUNDS, self.limits.duel_seconds)
         assert isinstance(self.measurer, ChainMeasurer)          # only tasks for GPUs have chains
-        return self.measurer.time_in_chain(libraries, task.work, task.chain, SEED, CHAIN_ROUNDS, self.limits.duel_seconds)
+        return self.measurer.time_in_chain(libraries, task.work, task.chain, around, SEED, CHAIN_ROUNDS,
+                                           self.limits.duel_seconds)
 
     def _record(self, task: Task, choice: Mapping[str, Any], times_us: Sequence[float], untuned: Sequence[float],
                 checked: Check, rounds: Rounds, outcome: Outcome, facts: Facts) -> TuningRecord:
