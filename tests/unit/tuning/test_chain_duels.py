@@ -100,7 +100,8 @@ class Layers:
 
 def tune(folder: Path, measurer: Layers, *tasks: Task) -> list[Outcome]:
     with open_store(str(folder / "t.sqlite")) as store:
-        return TuningSession(tasks, HOPPER, SM_90, COMPILER, measurer, store, TrialLog(folder / "log"), Limits(trials=20)).run()
+        return TuningSession(tasks, HOPPER, SM_90, COMPILER, measurer, store, TrialLog(folder / "log"),
+                             Limits(trials=20)).run()
 
 
 def stored(folder: Path) -> dict[str, TuningRecord]:
@@ -141,10 +142,11 @@ def test_what_a_build_would_not_take_is_not_around(why: str) -> None:
     normed = work_of(8192, 2048, norm_epsilon=1e-5)
     chain = Chain("decode_8", ROWS, tuple(replace(call, work=normed if call.work == UP else DOWN) for call in CHAIN.calls))
     few = next(one for one in FAMILY.part(family_and_spec(UP)[1], ROWS).space.all() if one["family"] == "gemm_few")
-    choice = {"kind": "parameters", "parameters": {
-        "the rule": {}, "a kernel without the norm": few, "parameters of another time": {"family": "gemm_rows", "warps": 99}}.get(why)}
-    if why == "a trace":
-        choice = {"kind": "trace", "trace": [[], []]}
+    parameters = {"the rule": {}, "a kernel without the norm": few,
+                  "parameters of another time": {"family": "gemm_rows", "warps": 99}}
+    choice: dict[str, Any] = {"kind": "trace", "trace": [[], []]}
+    if why in parameters:
+        choice = {"kind": "parameters", "parameters": parameters[why]}
     asked: list[tuple[str, int]] = []
 
     def find(workload: Workload, bucket: int) -> TuningRecord | None:
