@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
@@ -38,6 +37,7 @@ class Piece:
 
 
 _BROKEN = (FinishReason.ERROR, FinishReason.ABORT)      # ends; strings of a piece equal them
+_MOST = 64      # tokens of a piece: with log-probabilities each costs its reader's loop a while, and others wait for that
 
 
 class RequestStream:
@@ -52,7 +52,7 @@ class RequestStream:
         self._eager = bool(texts and request.params.stop)
         self._open = request.params.n               # outputs without a last piece, as seen by the reader
         self._stopped: set[int] = set()             # outputs that a stop string has ended; engine thread only
-        self._items: deque[Piece | TokenEvent] = deque()
+        self._waiting: dict[int, list[Piece | TokenEvent]] = {}     # by output, the one that waits longest first
         self._arrived = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
@@ -72,7 +72,7 @@ class RequestStream:
         if not self._open:
             raise StopIteration
         with self._arrived:
-            while not self._items:
+            while not self._waiting:
                 self._arrived.wait()
         return self._next()
 
@@ -85,9 +85,9 @@ class RequestStream:
         if self._wake is None:
             self._wake = asyncio.Event()
             self._loop = asyncio.get_running_loop()
-        while not self._items:
+        while not self._waiting:
             self._wake.clear()
-            if not self._items:         # the engine appends first and wakes then, so nothing is missed
+            if not self._waiting:       # the engine appends first and wakes then, so nothing is missed
                 await self._wake.wait()
         return self._next()
 
@@ -111,11 +111,16 @@ class RequestStream:
         return _merge([piece async for piece in self], self.request.params.n)
 
     def _next(self) -> Piece:
-        """The next piece: a token of one output, or all of its tokens that wait in a row. So a reader that falls behind, say
-        because every piece costs it a chunk on a socket, has fewer pieces to read and never falls behind for good."""
-        items = [self._items.popleft()]
-        while self._items and items[-1].finish_reason is None and _goes_on(items[0], self._items[0]):
-            items.append(self._items.popleft())
+        """The next piece: a token of one output, or all of its tokens that wait. So a reader that falls behind, say because
+        every piece costs it a chunk on a socket, has fewer pieces to read and never falls behind for good."""
+        with self._arrived:
+            index = next(iter(self._waiting))
+            waiting = self._waiting.pop(index)
+            # A broken end stays apart: who reads it drops its text.
+            most = min(_MOST, max(1, len(waiting) - (waiting[-1].finish_reason in _BROKEN)))
+            items, rest = waiting[:most], waiting[most:]
+            if rest:
+                self._waiting[index] = rest
         if self._eager:
             piece, *others = cast(list[Piece], items)
             for other in others:
@@ -156,17 +161,9 @@ class RequestStream:
             if item.finish_reason is not None:
                 self._stopped.add(event.sequence.index)
                 ended = event.sequence if event.finish_reason is None else None
-        self._items.append(item)
+        with self._arrived:
+            self._waiting.setdefault(event.sequence.index, []).append(item)
         return ended
-
-
-def _goes_on(first: Piece | TokenEvent, item: Piece | TokenEvent) -> bool:
-    """Whether an item belongs to the same output. A broken end stays apart: who reads it drops its text."""
-    return _index(item) == _index(first) and item.finish_reason not in _BROKEN
-
-
-def _index(item: Piece | TokenEvent) -> int:
-    return item.index if isinstance(item, Piece) else item.sequence.index
 
 
 def _merge(pieces: Iterable[Piece], count: int) -> list[Piece]:

@@ -200,11 +200,11 @@ async def merged(streams: Sequence[RequestStream], n: int) -> AsyncGenerator[tup
         async for piece in streams[0]:
             yield piece.index, piece
         return
-    arrived: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+    arrived: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue(1)     # more waits in the streams, which merge it
 
     async def read(number: int, stream: RequestStream) -> None:
         async for piece in stream:
-            arrived.put_nowait((number * n + piece.index, piece))
+            await arrived.put((number * n + piece.index, piece))
 
     readers = [asyncio.ensure_future(read(number, stream)) for number, stream in enumerate(streams)]
     try:

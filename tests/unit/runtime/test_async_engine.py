@@ -92,6 +92,19 @@ def test_a_reader_that_keeps_up_gets_single_tokens_and_a_slow_one_what_waits(tok
         assert "".join(p.text for p in pieces) == tokenizer.decode(ids)
 
 
+def test_what_waits_is_merged_for_each_of_several_outputs(tokenizer):
+    runner = runner_for(tokenizer)
+    ids = runner.reference_greedy([1, 2, 3], 100)
+    for stop in ((), ("never said",)):
+        with AsyncEngine(Engine(runner), tokenizer) as shared:
+            stream = shared.submit([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=100, n=3, stop=stop))
+            eventually(lambda: stream.request.finished)
+            pieces = list(stream)
+        assert [p.index for p in pieces] == [0, 1, 2] * 2       # and never more at once than others can wait for
+        assert [p.token_ids for p in pieces] == [ids[:64]] * 3 + [ids[64:]] * 3
+        assert [p.finish_reason for p in pieces] == [None] * 3 + ["length"] * 3
+
+
 def test_an_error_comes_apart_from_the_tokens_before_it(tokenizer):
     runner = runner_for(tokenizer)
     with AsyncEngine(Engine(runner), tokenizer) as shared, runner.gate.held(3) as gate:

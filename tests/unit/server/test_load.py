@@ -9,7 +9,9 @@ import threading
 
 import httpx
 
+from relaxpack.runtime.sampling_params import SamplingParams
 from relaxpack.runtime.server.serve import background
+from relaxpack.runtime.server.stream import merged
 from tests.helpers.server import gate_of, hash_model
 from tests.helpers.waiting import DEADLINE, eventually
 
@@ -88,3 +90,18 @@ def test_disconnects_in_a_crowd_leave_nothing_behind(caplog):
         assert metrics.finished["abort"] > 20
         assert "socket.send" not in caplog.text      # asyncio complains where one goes on writing to a client that left
         model.engine.call(lambda engine: engine.scheduler.check()).result(DEADLINE)
+
+
+def test_tokens_of_several_prompts_wait_merged():
+    model = hash_model()
+
+    async def main():
+        streams = [model.engine.submit([number, 3], SamplingParams(temperature=0.0, max_tokens=60)) for number in range(3)]
+        pieces = merged(streams, 1)
+        got = [await anext(pieces)]
+        await asyncio.to_thread(eventually, lambda: all(stream.request.finished for stream in streams))
+        return [*got, *[piece async for piece in pieces]]
+    with model.engine:
+        pieces = asyncio.run(main())
+    assert sum(len(piece.token_ids) for _, piece in pieces) == 180
+    assert len(pieces) <= 3 * 4     # one of each was read before, one is under way, and the rest is in one
