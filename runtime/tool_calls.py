@@ -231,30 +231,28 @@ class _Call:
         elif char in "{[":
             self._depth += 1
         elif char == ":" and self._depth == 1 and self._key is not None:
-            self._values[self._key] = (position + 1, None)
+            self._values.setdefault(self._key, (position + 1, None))
         elif char in "}],":
             if self._depth == 1 and self._key in self._values:
-                self._values[self._key] = (self._values[self._key][0], position)
+                start, end = self._values[self._key]
+                self._values[self._key] = (start, position if end is None else end)     # of a key that comes twice the first
                 self._key = None
             self._depth -= char != ","
 
     def _value(self, *keys: str) -> tuple[str, bool] | None:
         """Source text of a top-level value and whether it is whole."""
-        for key in keys:
-            if key in self._values:
-                start, end = self._values[key]
+        for key, (start, end) in self._values.items():
+            if key in keys:
                 return self.text[start:end].strip(), end is not None
         return None
 
     def _finish(self) -> None:
-        self.done = True
+        streamed = self._known() is not None    # by who reads along; so it is a call, however the text was split
         try:
-            value = json.loads(self.text)
+            self.failed = not streamed and not isinstance(_function(json.loads(self.text)).get("name"), str)
         except (ValueError, RecursionError):
-            self.failed = not self.announced
-            return
-        if self.name_before is None and not isinstance(_function(value).get("name"), str):
-            self.failed = True
+            self.failed = not streamed
+        self.done = True
 
     def take(self, index: int) -> ToolCallDelta | None:
         """What is new for the client."""
@@ -271,13 +269,11 @@ class _Call:
             self.name = self.name_before
             return self.text
         name, arguments = self._value("name"), self._value("arguments", "parameters")
-        if self.done and not self.announced and not (name and arguments and arguments[0].startswith("{")):
-            return self._unusual()
-        if name is None or not name[1] or arguments is None or not arguments[0].startswith("{"):
-            return self.sent if self.announced else None
+        if not (name and name[1] and name[0].startswith('"') and arguments and arguments[0].startswith("{")):
+            return self._unusual() if self.done else None
         if self.name is None:
             try:
-                self.name = json.loads(name[0])
+                self.name = _whole_characters(json.loads(name[0]))
             except ValueError:
                 return None
         return arguments[0]   # without trailing space, which may stand behind the object already
@@ -285,9 +281,14 @@ class _Call:
     def _unusual(self) -> str:
         """A finished call of another shape: wrapped in "function", arguments as a string, or none at all."""
         call = _function(json.loads(self.text))
-        self.name = call["name"]
+        self.name = _whole_characters(call["name"])
         value = call.get("arguments", call.get("parameters"))
-        return value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False)
+        return _whole_characters(value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False))
+
+
+def _whole_characters(text: str) -> str:
+    """Half a character, which an escape in JSON can be, cannot be sent to anyone."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _function(value: Any) -> Mapping[str, Any]:

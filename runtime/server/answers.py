@@ -10,8 +10,10 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
+from relaxpack.runtime.detokenizer import Detokenizer
 from relaxpack.runtime.request_stream import Piece
 from relaxpack.runtime.sampler import TokenLogprobs
 from relaxpack.runtime.server.translate import Job
@@ -163,6 +165,7 @@ class CompletionOutput:
     echo_only: bool = False
     prompt_ids: Sequence[int] = ()
     prompt_logprobs: Callable[[], Sequence[TokenLogprobs]] = tuple
+    special_in_echo: bool = False
     text: str = ""
     finish_reason: str | None = None
     _offset: int = 0
@@ -175,7 +178,7 @@ class CompletionOutput:
         number = index // job.params.n
         request = job.streams[number].request
         return cls(index, tokenizer, job.params.logprobs is not None, job.echo[number] if job.echo else None, job.echo_only,
-                   request.prompt_ids, lambda: request.prompt_logprobs)
+                   request.prompt_ids, lambda: request.prompt_logprobs, job.special_in_echo)
 
     def begin(self) -> list[Json]:
         return []
@@ -187,13 +190,15 @@ class CompletionOutput:
             self._echoed = True
             text = self.echo
             if logprobs is not None:
-                self._row(logprobs, self.prompt_ids[0], None, ())
+                echoed = self.tokenizer.detokenizer(skip_special=not self.special_in_echo)
+                self._row(logprobs, echoed, self.prompt_ids[0], None, ())
                 for entry in self.prompt_logprobs():
-                    self._row(logprobs, entry.token_id, entry.logprob, entry.top)
+                    self._row(logprobs, echoed, entry.token_id, entry.logprob, entry.top)
+                self._offset = len(text)
         if not self.echo_only:
             text += piece.text
             for entry in piece.logprobs if logprobs is not None else ():
-                self._row(logprobs, entry.token_id, entry.logprob, entry.top)
+                self._row(logprobs, self._written, entry.token_id, entry.logprob, entry.top)
         self.text += text
         if logprobs is not None:
             for name, column in logprobs.items():
@@ -203,16 +208,20 @@ class CompletionOutput:
             return []
         return [{"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}]
 
-    def _row(self, table: Mapping[str, list[Any]] | None, token_id: int, logprob: float | None,
+    @cached_property
+    def _written(self) -> Detokenizer:
+        """Follows the output for its offsets; the text itself may be held back."""
+        return self.tokenizer.detokenizer(continuation=True)
+
+    def _row(self, table: Mapping[str, list[Any]] | None, written: Detokenizer, token_id: int, logprob: float | None,
              top: Sequence[tuple[int, float]]) -> None:
         assert table is not None
-        token = token_label(self.tokenizer, token_id)[0]
-        table["tokens"].append(token)
+        table["tokens"].append(token_label(self.tokenizer, token_id)[0])
         table["token_logprobs"].append(None if logprob is None else _number(logprob))
         table["top_logprobs"].append(
             None if logprob is None else {token_label(self.tokenizer, i)[0]: _number(value) for i, value in top})
         table["text_offset"].append(self._offset)
-        self._offset += len(token)
+        self._offset += len(written.add([token_id]))     # not of its label: special tokens and half characters have no text
 
     def whole(self) -> Json:
         return {"index": self.index, "text": self.text, "logprobs": self._logprobs if self.want_logprobs else None,

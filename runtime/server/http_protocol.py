@@ -30,6 +30,7 @@ def protocol_with(limits: Limits) -> type[H11Protocol]:
 
         _head_timer: asyncio.TimerHandle | None = None
         _write_timer: asyncio.TimerHandle | None = None
+        _unread = 0         # bytes of the send buffer when that timer began
 
         def connection_made(self, transport: asyncio.Transport) -> None:    # type: ignore[override]
             super().connection_made(transport)
@@ -53,7 +54,7 @@ def protocol_with(limits: Limits) -> type[H11Protocol]:
         def pause_writing(self) -> None:
             super().pause_writing()
             if self._write_timer is None:
-                self._write_timer = self.loop.call_later(limits.write_seconds, self.transport.abort)
+                self._await_reader()
 
         def resume_writing(self) -> None:
             super().resume_writing()
@@ -64,6 +65,18 @@ def protocol_with(limits: Limits) -> type[H11Protocol]:
         def _await_head(self) -> None:
             if self._head_timer is None:
                 self._head_timer = self.loop.call_later(limits.header_seconds, self._head_is_late)
+
+        def _await_reader(self) -> None:
+            self._unread = self.transport.get_write_buffer_size()
+            self._write_timer = self.loop.call_later(limits.write_seconds, self._reader_is_late)
+
+        def _reader_is_late(self) -> None:
+            """A large answer may take longer, as long as a send buffer's worth of it is read each time."""
+            _, high = self.transport.get_write_buffer_limits()
+            if self._unread - self.transport.get_write_buffer_size() < high:
+                self.transport.abort()
+            else:
+                self._await_reader()
 
         def _head_is_late(self) -> None:
             self._head_timer = None

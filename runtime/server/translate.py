@@ -43,6 +43,7 @@ class Job:
     continuation: bool = False
     show: frozenset[str] = frozenset()
     echo: list[str] | None = None           # text of each prompt, to be given back
+    special_in_echo: bool = False           # the prompts were token ids, so their text shows special tokens
     echo_only: bool = False                 # max_tokens was 0: nothing of the output is shown
     tool_format: ToolFormat | None = None   # read tool calls of this format
     tool_start: str = ""                    # already in the prompt: the calls begin with it
@@ -124,6 +125,7 @@ def completion_job(body: CompletionBody, model: ServedModel, tenant: str = "") -
                          prompt_logprobs=body.logprobs if body.echo else None)
     if body.echo:
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        job.special_in_echo = not isinstance(given[0], str)
         job.echo = [text if isinstance(text, str) else model.tokenizer.decode(ids, skip_special=False)
                     for text, ids in zip(given if len(given) == len(prompts) else [None] * len(prompts), prompts,
                                          strict=True)]

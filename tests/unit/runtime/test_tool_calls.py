@@ -16,6 +16,10 @@ LLAMA3 = '<|python_tag|>{"name": "weather", "parameters": {"city": "Brno"}}; {"n
 MISTRAL = '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "a, ]"}}, {"name": "time", "arguments": {}}]'
 MISTRAL_NEW = 'Now.[TOOL_CALLS]weather[ARGS]{"city": "Brno"}[TOOL_CALLS]time[CALL_ID]abc[ARGS]{}'
 
+BROKEN = ('<tool_call>{"name": "f", "arguments": {"a": x}]</tool_call>',      # what reads along has seen a call begin
+          '<tool_call>{"name": 5, "arguments": {}}</tool_call>', '<tool_call>{"name": "f", "arguments": {}, "name": 5}',
+          '<tool_call>{"name": "f", "parameters": {"a": 1}, "arguments": {}}</tool_call>')
+
 
 def calls(text, form):
     rest, found = parse_tool_calls(text, form)
@@ -59,6 +63,13 @@ def test_text_that_is_no_call_comes_out_unchanged(text, form):
     assert parse_tool_calls(text, form) == (text, [])
 
 
+@pytest.mark.parametrize("body, arguments", [
+    (r'{"name": "f\ud83d", "arguments": {"a": 1}}', {"a": 1}),
+    (r'{"function": {"name": "f\ud83d", "arguments": {"a": "\ud800"}}}', {"a": "?"})])
+def test_half_a_character_in_a_call_can_be_sent_on(body, arguments):
+    assert calls(f"<tool_call>{body}</tool_call>", "hermes") == ("", [("f?", arguments)])
+
+
 def test_text_after_a_call():
     assert calls('<tool_call>{"name": "f", "arguments": {}}</tool_call>\nDone.', "hermes") == ("Done.", [("f", {})])
 
@@ -82,7 +93,7 @@ def test_call_cut_off_by_the_length_limit_is_kept():
 
 
 @given(st.sampled_from([(HERMES, "hermes"), (LLAMA3, "llama3"), (MISTRAL, "mistral"), (MISTRAL_NEW, "mistral"),
-                        ('{"a": 1} x', "llama3"), ("<tool_call>x", "hermes")]),
+                        ('{"a": 1} x', "llama3"), ("<tool_call>x", "hermes"), *[(text, "hermes") for text in BROKEN]]),
        st.lists(st.integers(1, 9), min_size=1, max_size=12))
 def test_any_split_gives_the_same(case, sizes):
     text, form = case

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
+from relaxpack.runtime.async_engine import AsyncEngine
+from relaxpack.runtime.engine import Engine
 from relaxpack.runtime.server.model import ServedModel
+from relaxpack.runtime.server.serve import background
 from tests.helpers.fakes import FakeRunner
 from tests.helpers.server import shared_tokenizer
-from tests.helpers.text import chatml
+from tests.helpers.text import ScriptedRunner, answering, chatml, llama2
+from tests.helpers.waiting import DEADLINE
 from tests.unit.server.conftest import error_of, read_chunks
 
 
@@ -69,6 +74,24 @@ def test_echo_gives_the_prompt_and_its_logprobs(hash_client, stream):
     assert logprobs["token_logprobs"][0] is None and all(value <= 0 for value in logprobs["token_logprobs"][1:])
     assert "".join(logprobs["tokens"][:len(ids)]) == text
     assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
+
+
+@pytest.mark.parametrize("prompt", ["Hello 漢 you", "<|im_start|>漢", [1, 40, 41, 2, 50]])
+@pytest.mark.parametrize("written_by", [chatml, llama2])
+def test_text_offsets_are_places_in_the_text(prompt, written_by):
+    """Behind characters of several tokens, a BOS that the text does not show, and a first space that it leaves out."""
+    tokenizer = written_by()
+    runner = ScriptedRunner(tokenizer, answering(tokenizer, lambda prompt: " 漢🦊 no more\n", 2))
+    model = ServedModel(AsyncEngine(Engine(runner, end_token_ids=(2,)), tokenizer), tokenizer, ["offsets"])
+    with background(model) as server, httpx.Client(base_url=server.url, timeout=DEADLINE) as session:
+        for echo in (False, True):
+            [choice] = complete(session, prompt, echo=echo, logprobs=0)["choices"]
+            text, tokens = choice["text"], choice["logprobs"]["tokens"]
+            offsets = choice["logprobs"]["text_offset"]
+            *_, space, n, o, space_2, m = [offset for token, offset in zip(tokens, offsets, strict=True)
+                                           if not token.startswith("bytes:") and offset <= text.index("more")]
+            assert text[space:].startswith(" no more") and [n, o, space_2, m] == [space + k for k in (1, 2, 3, 4)]
+            assert offsets == sorted(offsets) and offsets[-1] == len(text)
 
 
 def test_echo_with_no_output_scores_the_prompt(hash_client):

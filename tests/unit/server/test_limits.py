@@ -7,9 +7,11 @@ import json
 import logging
 import socket
 import threading
+import time
 
 import httpx
 import pytest
+from starlette.responses import Response
 
 from relaxpack.runtime.server import limits, stream
 from relaxpack.runtime.server.limits import Limits
@@ -278,6 +280,24 @@ def test_a_reader_that_stops_reading_is_dropped():
     with background(hash_model(**LONG), Limits(write_seconds=0.5)) as server, sleeping_reader(server):
         eventually(lambda: server.state.counts.disconnects == 1 and idle(server))
         assert not connections(server)
+
+
+def test_a_large_answer_may_take_longer_than_a_reader_that_sleeps():
+    """As long as it is read: this one is slower than the limit, but never still."""
+    size = 14 << 20
+    with background(hash_model(), Limits(write_seconds=1.0)) as server, socket.socket() as slow:
+        server.server.config.app.add_route("/large", lambda request: Response(bytes(size)))
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        host, port = server.url.removeprefix("http://").split(":")
+        slow.connect((host, int(port)))
+        slow.settimeout(DEADLINE)
+        slow.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        received = 0
+        while received < size:
+            part = slow.recv(1 << 16)
+            assert part, f"cut off after {received} bytes"
+            received += len(part)
+            time.sleep(0.01)
 
 
 def test_a_shutdown_lets_running_answers_finish():
