@@ -21,6 +21,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from relaxpack.runtime.server.limits import Limits
 
+_LAST_WORDS = 5.0       # seconds that a client has to read why its answer ended with the server
+
 
 def protocol_with(limits: Limits) -> type[H11Protocol]:
     """uvicorn's protocol with the timeouts of `limits`: for the head of a request, and for a client that does not read."""
@@ -96,7 +98,8 @@ class DrainingServer(uvicorn.Server):
                  on_ready: Callable[[], None] = lambda: None, **options: Any) -> None:
         super().__init__(uvicorn.Config(
             app, http=protocol_with(limits), ws="none", lifespan="on", timeout_keep_alive=30, server_header=False,
-            timeout_graceful_shutdown=int(limits.drain_seconds) + 10, h11_max_incomplete_event_size=64 << 10, **options))
+            timeout_graceful_shutdown=int(limits.drain_seconds + 2 * _LAST_WORDS), h11_max_incomplete_event_size=64 << 10,
+            **options))
         self._drain_seconds, self._on_drain, self._abort, self._on_ready = limits.drain_seconds, on_drain, abort, on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -106,11 +109,19 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._on_drain()
-        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._abort)
+        loop = asyncio.get_running_loop()
+        timers = [loop.call_later(self._drain_seconds, self._abort),
+                  loop.call_later(self._drain_seconds + _LAST_WORDS, self._drop_connections)]
         try:
             await super().shutdown(sockets)
         finally:
-            timer.cancel()
+            for timer in timers:
+                timer.cancel()
+
+    def _drop_connections(self) -> None:
+        """Of clients that do not read: uvicorn would cancel their answers later, and log each as a crash."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from relaxpack.runtime.server import limits, stream
+from relaxpack.runtime.server import http_protocol, limits, stream
 from relaxpack.runtime.server.limits import Limits
 from relaxpack.runtime.server.serve import background
 from tests.helpers.server import gate_of, hash_model, last_question, scripted_model
@@ -334,6 +334,16 @@ def test_what_is_left_when_the_drain_ends_is_told_so():
         "message": "the server is shutting down: try again later", "type": "server_error", "param": None,
         "code": "unavailable"}
     assert not model.engine.healthy
+
+
+def test_a_shutdown_drops_who_does_not_read(monkeypatch, caplog):
+    monkeypatch.setattr(http_protocol, "_LAST_WORDS", 1.0)
+    with background(hash_model(**LONG), Limits(drain_seconds=0.0)) as server, sleeping_reader(server):
+        monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
+        eventually(lambda: any(connection.flow.write_paused for connection in connections(server)))
+        server.stop()
+        eventually(lambda: not connections(server) and server.state.counts.disconnects == 1)
+    assert not caplog.text      # nothing has crashed
 
 
 def test_a_failing_model_is_an_error_and_the_server_goes_on():
