@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, make_url
@@ -57,12 +58,26 @@ def connect(location: str, *, create: bool) -> sa.Engine:
     if not path.exists():
         if not create:
             raise DatabaseError(f"no tuning database at {location}; `relaxpack tune` or `relaxpack db import` makes one")
-        path.parent.mkdir(parents=True, exist_ok=True)
-    url = URL.create("sqlite", database=str(path.absolute()))
-    engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS})
-    sa.event.listen(engine, "connect", _configure_sqlite)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DatabaseError(f"no tuning database can be made at {location}: {error.strerror}: {error.filename}; "
+                                "name another place") from None
+    if _unchanging(path):
+        url = URL.create("sqlite", database=f"file:{quote(str(path.absolute()))}", query={"immutable": "1", "uri": "true"})
+        engine = sa.create_engine(url)
+    else:
+        url = URL.create("sqlite", database=str(path.absolute()))
+        engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS})
+        sa.event.listen(engine, "connect", _configure_sqlite)
     sa.event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _unchanging(path: Path) -> bool:
+    """A whole store in a folder where nothing can be written, as from a read-only mount: there SQLite cannot make the files
+    beside it that it otherwise wants even for reading."""
+    return path.exists() and not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
 
 
 class Forkable:

@@ -211,6 +211,29 @@ def test_a_missing_or_foreign_file_is_one_clear_error(tmp_path: Path) -> None:
         open_store(str(other), create=False)
 
 
+def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DatabaseError, match=r"file/tuning.sqlite: .*name another place"):
+        open_store(str(tmp_path / "file" / "tuning.sqlite"))
+
+
+def test_a_store_in_a_read_only_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made beside it, as on a read-only mount, where nothing could be."""
+    path = tmp_path / "what? a %20 name.sqlite"
+    made = record()
+    with open_store(str(path)) as store:
+        store.add(made)
+    monkeypatch.setattr(os, "access", lambda folder, mode: folder != tmp_path)
+    with open_store(str(path), create=False) as store:
+        assert list(store.all()) == [made] and [entry.name for entry in tmp_path.iterdir()] == [path.name]
+        with pytest.raises(DatabaseError, match="cannot be opened for writing"):
+            store.add(record(us=1.0))
+    beside = tmp_path / f"{path.name}-wal"      # someone writes, or was killed: what is there counts
+    beside.touch()
+    with open_store(str(path), create=False) as store:
+        assert store.add(record(us=1.0))
+
+
 def test_a_file_overwritten_in_its_middle_is_reported_as_damaged(tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite"
     with open_store(str(path)) as store:
