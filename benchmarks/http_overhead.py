@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from engine_overhead import CountingDevice
 from gpu.random_bundle import tokenizer_json
+from server_process import ended_by_signals
 
 from relaxpack.bench.report import environment
 from relaxpack.runtime.async_engine import AsyncEngine
@@ -68,7 +69,7 @@ def run_server(streams: int, tokens: int, seconds: float, profile: bool) -> None
     profiler = cProfile.Profile(time.thread_time) if profile else None
     if profiler is not None:
         profiler.enable()
-    serve(model, listener, Limits(), on_ready=lambda: print(url_of(listener), flush=True))
+    serve(model, listener, Limits(max_concurrent=streams), on_ready=lambda: print(url_of(listener), flush=True))
     if profiler is not None:
         profiler.disable()
         pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(40)
@@ -139,12 +140,24 @@ def measure(streams: int, tokens: int, step_ms: float, runs: int, profile: bool 
         process.wait(60)
 
 
+def at_least_one(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def milliseconds(text: str) -> float:
+    if not 0 <= float(text) < 1e6:
+        raise ValueError
+    return float(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
-    parser.add_argument("--step-ms", type=float, nargs="+", default=[0.0], help="that the device takes for a step")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--streams", type=at_least_one, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--tokens", type=at_least_one, default=256, help="of each answer")
+    parser.add_argument("--step-ms", type=milliseconds, nargs="+", default=[0.0], help="that the device takes for a step")
+    parser.add_argument("--runs", type=at_least_one, default=3)
     parser.add_argument("--profile", action="store_true", help="cProfile of the thread that speaks HTTP, to stderr")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
@@ -152,8 +165,9 @@ def main() -> None:
     if args.serve:
         run_server(args.serve, args.tokens, args.step_ms[0] / 1e3, args.profile)
         return
-    rows = [measure(streams, args.tokens, step_ms, args.runs, args.profile)
-            for step_ms in args.step_ms for streams in args.streams]
+    with ended_by_signals():
+        rows = [measure(streams, args.tokens, step_ms, args.runs, args.profile)
+                for step_ms in args.step_ms for streams in args.streams]
     if args.json:
         print(json.dumps({"rows": rows, "environment": environment()}, indent=2))
         return

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -56,6 +57,21 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM, and SIGHUP of a terminal that closes, leave the block as Ctrl-C does, so that no server is left behind."""
+    def leave(number: int, _: object) -> None:
+        sys.exit(f"ended by {signal.Signals(number).name}")
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
 def running(command_at: Callable[[int], Sequence[str | Path]], log: Path, seconds: float, *,
             env: Mapping[str, str] | None = None) -> Iterator[Server]:
     """The server that `command_at(port)` starts, once its /health says 200, for at most `seconds`. What it says goes to
@@ -63,22 +79,22 @@ def running(command_at: Callable[[int], Sequence[str | Path]], log: Path, second
     port = free_port()
     command = command_at(port)
     started = time.monotonic()
-    with log.open("wb") as said:
+    with ended_by_signals(), log.open("wb") as said:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=env,
                                        start_new_session=True)
         except OSError as error:
             raise ServerFailed(f"cannot start {command[0]}: {error.strerror or error}") from error
-    try:
-        while not _ready(f"http://127.0.0.1:{port}/health"):
-            if process.poll() is not None:
-                raise ServerFailed(f"ended with code {process.returncode} before it answered: {_last_words(log)}")
-            if time.monotonic() - started > seconds:
-                raise ServerFailed(f"does not answer after {seconds:.0f} s: {_last_words(log)}")
-            time.sleep(0.1)
-        yield Server(f"http://127.0.0.1:{port}", process.pid, time.monotonic() - started)
-    finally:
-        _end(process)
+        try:
+            while not _ready(f"http://127.0.0.1:{port}/health"):
+                if process.poll() is not None:
+                    raise ServerFailed(f"ended with code {process.returncode} before it answered: {_last_words(log)}")
+                if time.monotonic() - started > seconds:
+                    raise ServerFailed(f"does not answer after {seconds:.0f} s: {_last_words(log)}")
+                time.sleep(0.1)
+            yield Server(f"http://127.0.0.1:{port}", process.pid, time.monotonic() - started)
+        finally:
+            _end(process)
 
 
 def _ready(url: str) -> bool:

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.published_config import config_json
 from benchmarks.load_processes import answer_from, client_processes
-from benchmarks.server_process import Server, ServerFailed, running
+from benchmarks.server_process import Server, ServerFailed, ended_by_signals, running
 from relaxpack.bench.client import LoadClient
 from relaxpack.bench.load import Run
 from relaxpack.bench.report import ServiceLevel, environment, summary
@@ -56,7 +55,7 @@ class Case:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    for streams in map(int, args.streams.split(",")):
+    for streams in args.streams:
         waves = args.waves or max(2, min(8, 192 // streams))     # of 1 to 3 s each for a model of 8B
         yield Case(str(streams), Workload(
             streams * waves, seed=streams, concurrency=streams, prompt_tokens=args.prompt_tokens,
@@ -155,7 +154,10 @@ def vllm_command(model: Path, port: int, streams: int) -> list[str]:
 
 def peer_command(args: argparse.Namespace, model: Path, port: int, streams: int) -> list[str]:
     if args.peer_command:
-        return [part.format(port=port, model=model) for part in shlex.split(args.peer_command)]
+        try:
+            return [part.format(port=port, model=model) for part in shlex.split(args.peer_command)]
+        except (ValueError, LookupError) as error:
+            sys.exit(f"--peer-command makes no command: {error}")
     return vllm_command(model, port, streams)
 
 
@@ -185,17 +187,33 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
             "workloads": {case.name: asdict(case.workload) for case in cases(args)}}
 
 
+def json_of(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"{path} cannot be read: {error}")
+    return found if isinstance(found, dict) else sys.exit(f"{path} holds no JSON object")
+
+
 def result_so_far(out: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """What is in `out`, if it is of the same measurement, else a new one."""
     if not out.exists():
         return {**wanted, "systems": {}, "environment": environment()}
-    found: dict[str, Any] = json.loads(out.read_text())
+    found = json_of(out)
     other = [key for key, value in wanted.items() if found.get(key) != json.loads(json.dumps(value))]
     if other:
         sys.exit(f"{out} is of another measurement ({', '.join(other)} differ): give another --out")
     return found
 
 
+def streams_of(text: str) -> list[int]:
+    streams = [int(part) for part in text.split(",")]
+    if min(streams) < 1:
+        raise ValueError
+    return streams
+
+
+@ended_by_signals()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="with MODEL-bf16.so and .json")
@@ -205,7 +223,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("ours", "peer"), help="default: both, ours first")
     parser.add_argument("--peer-site", type=Path, metavar="DIR", help="where the peer's packages are, and nothing of ours")
     parser.add_argument("--peer-command", help="another server in its place; {port} and {model} are filled in")
-    parser.add_argument("--streams", default="1,8,32,64,128")
+    parser.add_argument("--streams", type=streams_of, default="1,8,32,64,128")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--waves", type=int, help="requests of each client; default: as many as take some seconds")
@@ -214,15 +232,19 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="for each server, its start included")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))      # so that no server is left behind
+    if args.peer_command:
+        peer_command(args, args.folder, 0, 1)       # a wrong one ends this before anything is measured
     bundle = args.bundle or args.folder / f"{args.model}-bf16.bundle"
     description = args.folder / f"{args.model}-bf16.json"
-    if not description.exists():
-        sys.exit(f"{description} is not there: make it with benchmarks/gpu/build_models.py")
-    described = json.loads(description.read_text())
+    for needed in (description, *(() if bundle.exists() or args.only == "peer" else (description.with_suffix(".so"),))):
+        if not needed.exists():
+            sys.exit(f"{needed} is not there: make it with benchmarks/gpu/build_models.py")
+    if not args.out.parent.is_dir():
+        sys.exit(f"{args.out}: there is no folder {args.out.parent}")
+    described = json_of(description)
     vocab_size = described["info"]["vocab_size"]
     result = result_so_far(args.out, settings(args))
-    most = max(map(int, args.streams.split(",")))
+    most = max(args.streams)
 
     def save(system: str, found: Mapping[str, Any]) -> None:
         result["systems"][system] = found

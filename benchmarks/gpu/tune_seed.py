@@ -19,6 +19,8 @@ from typing import Any
 
 from benchmarks.gpu.tune_records import own_kernels, records
 from relaxpack.dist.tuning.exchange import pull, push
+from relaxpack.dist.tuning.place import INDEX, Place
+from relaxpack.errors import DatabaseError, RelaxpackError
 from relaxpack.kernel_generations import for_workload
 from relaxpack.tuning.lookup import SEED
 from relaxpack.tuning_record import TuningRecord
@@ -44,18 +46,40 @@ def merged(old: Iterable[TuningRecord], results: Sequence[dict[str, Any]]) -> tu
 
 
 def refresh(seed: Path, results: Sequence[dict[str, Any]]) -> list[str]:
-    """Writes the folder anew, beside, then renames it; lines that say what came out."""
-    old = pull(str(seed)).records
-    cuda, problems = merged([record for record in old if record.target["kind"] == "cuda"], results)
-    others = [record for record in old if record.target["kind"] != "cuda"]
+    """Puts the new bundles into the folder, then takes away those that they replace; lines that say what came out. Whoever
+    is killed meanwhile leaves both; what else is in the folder stays. Raises DatabaseError, with the folder as it was."""
+    seed = seed.resolve()
+    found = pull(str(seed))
+    if found.damaged:
+        where, problem = found.damaged[0]
+        raise DatabaseError(f"{seed} has damaged records, which would be lost: {where}: {problem}; repair it first")
+    cuda, problems = merged([record for record in found.records if record.target["kind"] == "cuda"], results)
+    others = [record for record in found.records if record.target["kind"] != "cuda"]
     beside = seed.with_name(f".{seed.name}.new")
     shutil.rmtree(beside, ignore_errors=True)
-    for records_of_one in (others, cuda):
-        push(records_of_one, str(beside))
-    shutil.rmtree(seed)
-    beside.rename(seed)
+    try:
+        for records_of_one in (others, cuda):
+            push(records_of_one, str(beside))
+        new = Place(str(beside)).names()
+        old = [name for name in Place(str(seed)).names() if name not in new]
+        for name in (*new, INDEX):
+            (beside / name).replace(seed / name)
+        for name in old:
+            (seed / name).unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
     changed = sum(bool(record.choice["parameters"]) for record in cuda)
     return [*problems, f"{len(cuda)} records of CUDA, {changed} of them other than the rule; {len(others)} of other targets"]
+
+
+def result_of(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"{path} cannot be read: {error}")
+    if not isinstance(result, dict) or not isinstance(result.get("tasks"), list):
+        sys.exit(f"{path} is no result of tune.py")
+    return result
 
 
 def main() -> int:
@@ -63,7 +87,10 @@ def main() -> int:
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
     parser.add_argument("--seed", type=Path, default=SEED, help="the folder of bundles")
     options = parser.parse_args()
-    print("\n".join(refresh(options.seed, [json.loads(path.read_text()) for path in options.results])))
+    try:
+        print("\n".join(refresh(options.seed, [result_of(path) for path in options.results])))
+    except (RelaxpackError, OSError) as error:
+        sys.exit(str(error))
     return 0
 
 

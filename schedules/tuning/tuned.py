@@ -60,7 +60,7 @@ class TunedKernels:
             return None
         try:
             func = family.make(spec, given)
-        except (TuningError, CompileError, AssertionError, ValueError, TypeError, RuntimeError) as error:
+        except (TuningError, CompileError, ArithmeticError, AssertionError, ValueError, TypeError, RuntimeError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             for record in used:
                 self._records.reject(record, name, reason)

@@ -5,6 +5,7 @@ why it cannot start, or one that never answers.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,11 @@ def folder(tiny_bundle: Path, tmp_path: Path) -> Path:
 
 def command_of(folder: Path, *options: str | Path) -> list[str | Path]:
     return [sys.executable, SCRIPT, folder, "--model", "tiny", "--out", folder / "out.json", *FEW, *options]
+
+
+def hears_sighup() -> None:
+    """In the process under test, also where nohup keeps it from ours."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def run(folder: Path, *options: str | Path) -> subprocess.CompletedProcess[str]:
@@ -73,6 +79,21 @@ def test_both_servers_get_the_same_requests_in_two_calls(folder: Path, monkeypat
     assert report.gpu_serving("other") == []
 
 
+@pytest.mark.parametrize("options, says", [
+    (["--streams", "1,0"], "--streams"), (["--streams", "many"], "--streams"),
+    (["--out", "{here}/no/out.json"], "there is no folder {here}/no"), (["--out", "{here}"], "cannot be read"),
+    (["--out", "{here}/broken.json"], "broken.json cannot be read"), (["--model", "none"], "none-bf16.json is not there"),
+    (["--bundle", "{here}/none.bundle"], "tiny-bf16.so is not there"),
+    (["--peer", "vllm", "--only", "peer", "--peer-command", "serve {no}"], "--peer-command makes no command"),
+    (["--peer", "vllm", "--only", "peer", "--peer-command", "serve 'here"], "--peer-command makes no command")])
+def test_what_cannot_be_measured_is_one_clear_error(folder: Path, options: list[str], says: str) -> None:
+    (folder / "broken.json").write_text("{")
+    before = sorted(folder.iterdir())
+    done = run(folder, *(option.replace("{here}", str(folder)) for option in options))
+    assert done.returncode in (1, 2) and says.replace("{here}", str(folder)) in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr and sorted(folder.iterdir()) == before
+
+
 def test_results_of_another_measurement_stay(folder: Path) -> None:
     (folder / "out.json").write_text('{"model": "tiny", "output_tokens": 11}')
     other = run(folder, "--only", "ours")
@@ -92,15 +113,16 @@ def test_a_peer_that_fails_leaves_our_results(folder: Path, command: str, limit:
     assert saved(folder)["systems"]["vllm"]["error"] and not saved(folder)["systems"]["vllm"]["cases"]
 
 
-def test_no_server_is_left_behind(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_no_server_is_left_behind(folder: Path, number: signal.Signals) -> None:
     """Ended in the middle: the server runs, and waits for nothing else."""
     command = f"{sys.executable} -c 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'"
     process = subprocess.Popen(command_of(folder, "--peer", "vllm", "--only", "peer", "--peer-command", command), cwd=ROOT,
-                               stderr=subprocess.PIPE, text=True)
+                               stderr=subprocess.PIPE, text=True, preexec_fn=hears_sighup)
     said = folder / "out.vllm.log"
     eventually(lambda: said.exists() and said.read_text().strip())
-    process.terminate()
-    assert "ended by SIGTERM" in process.communicate(timeout=60)[1] and process.returncode == 1
+    process.send_signal(number)
+    assert f"ended by {number.name}" in process.communicate(timeout=60)[1] and process.returncode == 1
     status = Path(f"/proc/{int(said.read_text())}/stat")
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"       # ended, if nobody has waited
 

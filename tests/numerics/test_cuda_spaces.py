@@ -239,6 +239,14 @@ def test_a_record_chooses_the_kernel_of_its_bucket_alone() -> None:
     assert kernels.linear(linear(32)).source == "rule:cuda.gemm_few" and records.used == ["linear_1024x1024"]
 
 
+def test_a_record_that_makes_no_kernel_leaves_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    kernels, records = _built(record(bucket=8, target=SM_90, parameters={
+        "family": "gemm_rows", "columns": 8, "warps": 8, "unroll": 0, "blocks_per_sm": 4}))
+    monkeypatch.setattr(records, "reject", lambda found, kernel, reason: told.append(reason))
+    assert kernels.linear(linear(8)).source.startswith("rule:") and "by zero" in told[0]
+
+
 def test_a_record_of_a_library_makes_a_call_of_it() -> None:
     kernels, _ = _built(record(bucket=16, target=SM_90, choice={"kind": "library", "library": "cublaslt", "parameters": {}}))
     assert kernels.linear(linear(16)).source == "library:cublaslt"

@@ -16,11 +16,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.gpu import tune_cases, tune_device, tune_tasks
+from benchmarks.gpu import tune_cases, tune_device, tune_seed, tune_tasks
 from benchmarks.gpu.tune_decisions import decided
 from benchmarks.gpu.tune_records import condensed, joined, own_kernels, records, rows, table, weak_gain
 from benchmarks.gpu.tune_seed import refresh
 from relaxpack.dist.tuning.exchange import pull, push
+from relaxpack.errors import DatabaseError
 from relaxpack.kernel_generations import GENERATIONS
 from relaxpack.kernel_spec import AttentionSpec
 from relaxpack.schedules.kernels.cuda.provider import CudaKernels
@@ -180,6 +181,31 @@ def test_a_run_goes_into_the_seed(tmp_path: Path) -> None:
     (new,), _ = records(result)
     assert {record.id for record in pull(str(seed)).records} == {cpu.id, kept.id, new.id}
     assert refresh(seed, [result])[-1] == lines[-1]                                # once more: the same
+
+
+def test_a_seed_keeps_what_is_no_bundle_and_what_is_damaged(tmp_path: Path) -> None:
+    cpu = tuning_records.record("cpu")
+    bundle = Path(str(push([cpu, tuning_records.record("other")], str(tmp_path)).bundle))
+    (tmp_path / "notes.txt").write_text("mine")
+    refresh(tmp_path, [_of_today(_result(_measured({"k3": 70.0})))])
+    assert (tmp_path / "notes.txt").read_text() == "mine" and len(list(tmp_path.glob("*.jsonl"))) == 2
+    bundle.write_bytes(bundle.read_bytes().replace(b"machine-a", b"machine-b", 1))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(DatabaseError, match="damaged records, which would be lost"):
+        refresh(tmp_path, [_result(_measured({"k3": 1.0}))])
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("text, says", [(None, "No such file"), ("{", "cannot be read"), ("[]", "no result of tune.py"),
+                                        ('{"tasks": []}', "no bundles of tuning records")])
+def test_results_and_seeds_that_are_none(tmp_path: Path, text: str | None, says: str,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tmp_path / "result.json"
+    if text is not None:
+        result.write_text(text)
+    monkeypatch.setattr("sys.argv", ["tune_seed", str(result), "--seed", str(tmp_path / "seed")])
+    with pytest.raises(SystemExit, match=says):
+        tune_seed.main()
 
 
 def test_without_a_time_in_layers_the_rule_stands() -> None:
