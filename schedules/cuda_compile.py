@@ -91,10 +91,7 @@ def check_library(path: str | Path) -> None:
 def resource_usage(path: str | Path) -> dict[str, dict[str, int]]:
     """Kernel name → registers, stack bytes, shared bytes, local bytes (spills) of an exported library, read with
     cuobjdump. Raises EnvironmentProblem where cuobjdump is missing."""
-    cuobjdump = find_cuobjdump()
-    if cuobjdump is None:
-        raise EnvironmentProblem("cuobjdump was not found: it comes with the CUDA toolkit, or pip install "
-                                 "nvidia-cuda-cuobjdump")
+    cuobjdump = require_cuobjdump()
     with tempfile.TemporaryDirectory() as folder:
         fatbin = Path(folder) / "device.fatbin"
         fatbin.write_bytes(_device_image(Path(path).read_bytes()))
@@ -115,6 +112,14 @@ def find_cuobjdump() -> str | None:
     """Path of cuobjdump: on the PATH, in the toolkit, or in the nvidia-cuda-cuobjdump wheel; None if nowhere."""
     wheels = [path for entry in sys.path for path in glob.glob(os.path.join(entry, "nvidia", "*", "bin"))]
     return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=":".join(["/usr/local/cuda/bin", *wheels]))
+
+
+def require_cuobjdump() -> str:
+    """Its path. Raises EnvironmentProblem."""
+    if (path := find_cuobjdump()) is None:
+        raise EnvironmentProblem("cuobjdump was not found: it comes with the CUDA toolkit, or pip install "
+                                 "nvidia-cuda-cuobjdump")
+    return path
 
 
 def _device_image(library: bytes) -> bytes:

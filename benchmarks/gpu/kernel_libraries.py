@@ -12,12 +12,18 @@ PER_MODULE = 24            # kernels per library: bounds the cost of one compile
 
 def compile_parts(folder: Path, stem: str, makers: Mapping[str, Callable[[], Any]],
                   per_module: int = PER_MODULE) -> dict[str, dict[str, Any]]:
-    """Kernels by name into libraries STEM-0.so, STEM-1.so, ...; by name the library and what ptxas says of the kernel."""
-    from relaxpack.schedules.cuda_compile import check_library, compile_module, resource_usage
+    """Kernels by name into libraries STEM-0.so, STEM-1.so, ...; by name the library and what ptxas says of the kernel. Ends
+    the script where a tool is missing, before anything is compiled."""
+    from relaxpack.errors import EnvironmentProblem
+    from relaxpack.schedules.cuda_compile import check_library, compile_module, require_cuobjdump, resource_usage
     from relaxpack.target import parse_target
 
     import tvm  # isort: skip
 
+    try:
+        require_cuobjdump()
+    except EnvironmentProblem as error:
+        raise SystemExit(str(error)) from None
     folder.mkdir(parents=True, exist_ok=True)
     names, found, started = list(makers), {}, time.time()
     for number, first in enumerate(range(0, len(names), per_module)):
