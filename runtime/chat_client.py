@@ -88,7 +88,7 @@ class RemoteConversation(Conversation):
         self._count(_timings(usage, started, first or time.monotonic()))
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-        """The JSON of each server-sent event, to the end or [DONE]."""
+        """The JSON of each server-sent event, to [DONE]: without it the answer is not whole, whatever ended it."""
         try:
             for line in response:
                 name, _, value = line.decode("utf-8").partition(":")
@@ -96,9 +96,12 @@ class RemoteConversation(Conversation):
                     return
                 if name == "data":
                     chunk = json.loads(value)
+                    if not isinstance(chunk, dict):
+                        raise ValueError(f"an event that is no object: {value[:80]}")
                     if "error" in chunk:
                         raise RequestError(f"{self._url}: {_error_text(value.encode())}")
                     yield chunk
+            raise ValueError("no [DONE]")
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise EnvironmentProblem(f"{self._url} broke off in the middle of the answer: {error!r}") from error
 

@@ -32,8 +32,10 @@ class Handler(BaseHTTPRequestHandler):
             events[2:] = [{"error": {"message": "out of pages"}}]
         events.append({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3,
                                                 "prompt_tokens_details": {"cached_tokens": 5}}})
-        stream = ": comment\n\n" + "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-        return self._send(200, stream)
+        if text == "strange":
+            events[2:] = [[1]]
+        stream = ": comment\n\n" + "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        return self._send(200, stream if text == "dies" else stream + "data: [DONE]\n\n")
 
     def _send(self, status, text):
         data = text.encode()
@@ -88,6 +90,13 @@ def test_refusals_carry_the_servers_sentence(url):
     with pytest.raises(RequestError, match="out of pages"):
         list(conversation.ask("fails later"))
     assert [m["content"] for m in conversation.messages] == ["fails later", "Dobrý "]
+
+
+@pytest.mark.parametrize("text, says", [("dies", r"no \[DONE\]"), ("strange", r"no object: +\[1\]")])
+def test_half_an_answer_is_none(url, text, says):
+    """A server that is killed ends the stream as a whole one ends, only without the last event."""
+    with pytest.raises(EnvironmentProblem, match=f"broke off in the middle of the answer: .*{says}"):
+        list(RemoteConversation(url).ask(text))
 
 
 def test_stopping_an_answer_keeps_what_was_said(url):
