@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from relaxpack.cli.options import Location
 from relaxpack.cli.signals import ENDING, stoppable
 from relaxpack.errors import UsageError
 from relaxpack.explain.pass_notes import NOTES
@@ -71,7 +72,7 @@ class _Build(click.Command):
 @click.option("--embeddings-only", "embeddings", flag_value="only",
               help="Build nothing else: no text generation, no LM head.")
 @click.option("--pretokenizer", help="How a GGUF's tokenizer splits text, where the file does not say.")
-@click.option("--db", "databases", multiple=True, metavar="LOCATION",
+@click.option("--db", "databases", type=Location(), multiple=True, metavar="LOCATION",
               help="Use tuning records of this database: a file, a URL, or seed (comes with relaxpack). Repeatable.")
 @click.option("--gpu", "gpus", multiple=True, metavar="NAME",
               help="Whose tuning records, for a GPU that is not in this machine: its name or a part of it, e.g. H200.")

@@ -21,6 +21,15 @@ device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]),
                              help="Kind of target to run; by default the best one of the bundle that fits.")
 
 
+class Location(click.ParamType):
+    """Of a database. An empty one is a variable that was never set: not what the default stands for."""
+
+    name = "location"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return value or self.fail("it is empty; leave the option out for the default", param, ctx)
+
+
 def sampling_options(function: F) -> F:
     """Sampling options; one that is not given has the publisher's value, else that of greedy decoding."""
     options = [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from relaxpack.cli.options import json_option
+from relaxpack.cli.options import Location, json_option
 from relaxpack.cli.show import print_json
 from relaxpack.errors import EnvironmentProblem, UsageError
 from relaxpack.model_info import KV_DTYPES
@@ -28,7 +28,7 @@ _AS_BUILD = ("weights", "max_batch", "prefill_chunk", "kv_dtype", "level")
 @click.command(short_help="Search for faster schedules.")
 @click.argument("model")
 @click.option("--target", default="cpu", show_default=True, help="cpu (this one), cuda (the GPU here), or one by name.")
-@click.option("--db", "location", metavar="LOCATION",
+@click.option("--db", "location", type=Location(), metavar="LOCATION",
               help="The database, a file or postgresql:// URL. Default: $RELAXPACK_TUNING_DB, or a file of this user's.")
 @click.option("--trials", default=256, show_default=True, type=click.IntRange(0), metavar="N",
               help="Candidates to build and time in all; heavy tasks get more of them.")

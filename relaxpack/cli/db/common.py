@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 from rich.text import Text
 
+from relaxpack.cli.options import Location
 from relaxpack.cli.show import STYLES, console, table
 from relaxpack.env import tuning_database
 from relaxpack.errors import EnvironmentProblem, UsageError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 SHORT = 12   # characters of an id that are shown
 
-db_option = click.option("--db", "location", metavar="LOCATION",
+db_option = click.option("--db", "location", type=Location(), metavar="LOCATION",
                          help="The database, or seed. Default: $RELAXPACK_TUNING_DB, or a file of this user's.")
 
 

@@ -264,6 +264,7 @@ def test_pull_marks_a_trace_that_does_not_load(db: Cli, tmp_path: Path, records:
     (["import", __file__], "neither a tuning database (SQLite) nor a bundle of records (NAME.jsonl)", 8),
     (["import", "nowhere"], "does not exist", 2), (["merge"], "Missing argument", 2),
     (["list"], "No such command 'list'", 2),
+    (["prune", "--marked", "--db", ""], "it is empty; leave the option out for the default", 2),
     (["ls", "--db", "postgresql://user:secret@127.0.0.1:1/x"], "postgresql://user:***@127.0.0.1:1/x: the database", 8)])
 def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
                              arguments: list[str], message: str, code: int) -> None:
