@@ -233,15 +233,28 @@ def test_half_sent_requests_are_cut_off():
         eventually(lambda: not connections(server))
 
 
-def sleeping_reader(server):
+MUCH = {"prompt": [1, 2], "n": 4, "logprobs": 20, "max_tokens": 2000}
+
+
+def sleeping_reader(server, body=MUCH):
     """Many outputs with log-probabilities: far more than the buffers between us hold."""
     sleeper = socket.socket()
     sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     host, port = server.url.removeprefix("http://").split(":")
     sleeper.connect((host, int(port)))
-    sleeper.sendall(raw_request({"prompt": [1, 2], "stream": True, "n": 4, "logprobs": 20, "max_tokens": 2000},
-                                "/v1/completions"))
+    sleeper.sendall(raw_request({"stream": True, **body}, "/v1/completions"))
     return sleeper
+
+
+def events_of(received):
+    """What a chunked answer's events say, as far as [DONE]."""
+    parts, rest = [], received.partition(b"\r\n\r\n")[2]
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        parts.append(rest[:int(size, 16)])
+        rest = rest[int(size, 16) + 2:]
+    events = b"".join(parts).decode().split("\n\n")
+    return [json.loads(event.removeprefix("data: ")) for event in events[:events.index("data: [DONE]")]]
 
 
 LONG = {"num_pages": 4000, "max_context": 2500, "page_size": 16}
@@ -274,6 +287,37 @@ def test_a_reader_of_one_byte_at_a_time_delays_nobody_and_gets_everything():
             received += part
         assert received.count(b'"finish_reason":"length"') == 4
         eventually(lambda: idle(server))
+
+
+@pytest.mark.parametrize("body", [{"prompt": [1, 2], "n": 4},
+                                  {"prompt": [[1, 2], [3], [4, 5]], "n": 2, "stop": ["never said"]}])
+def test_a_reader_that_is_behind_gets_the_same_answer_in_fewer_chunks(body):
+    """Several outputs of one prompt, and of several: what waits of each is one chunk."""
+    body = {**body, "logprobs": 20, "max_tokens": 300, "seed": 7}
+    model = hash_model(**LONG)
+    with background(model, Limits(write_seconds=3600)) as server, gate_of(model).held(2) as gate, \
+            httpx.Client(base_url=server.url, timeout=DEADLINE) as session, \
+            sleeping_reader(server, {**body, "stream_options": {"include_usage": True}}) as slow:
+        slow.settimeout(DEADLINE)
+        eventually(lambda: gate.holds)
+        [connection] = connections(server)
+        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        gate.allow(None)
+        eventually(lambda: connection.flow.write_paused and model.engine.metrics.running == 0)
+        received = b""
+        while b"data: [DONE]" not in received[-200:]:
+            received += slow.recv(1 << 20)
+        whole = session.post("/v1/completions", json=body).json()
+    *chunks, last = events_of(received)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    for choice in whole["choices"]:
+        own = [one for one in choices if one["index"] == choice["index"]]
+        assert "".join(one["text"] for one in own) == choice["text"]
+        assert [one["finish_reason"] for one in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+        for name, column in choice["logprobs"].items():
+            assert [entry for one in own for entry in one["logprobs"][name]] == column
+        assert max(len(one["logprobs"]["tokens"]) for one in own) == 64
 
 
 def test_a_reader_that_stops_reading_is_dropped():
