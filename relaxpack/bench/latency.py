@@ -26,13 +26,13 @@ class LatencyCase:
     output_tokens: int
 
 
-def measure(llm: LLM, case: LatencyCase, runs: int, seed: int = 0) -> dict[str, Any]:
-    """Times in seconds. The best run by total time counts: noise only ever adds."""
+def measure(llm: LLM, case: LatencyCase, runs: int, rng: random.Random) -> dict[str, Any]:
+    """Times in seconds. The best run by total time counts: noise only ever adds. `rng` goes on from case to case: prompts of
+    an earlier one would be cached."""
     limit = llm.engine.max_tokens
     if case.prompt_tokens + case.output_tokens > limit:
         raise UsageError(f"{case.prompt_tokens} prompt and {case.output_tokens} output tokens do not fit into the context "
                          f"of {limit}: ask for fewer")
-    rng = random.Random(seed)
     best: dict[str, Any] | None = None
     for _ in range(runs):
         result = _once(llm, case, rng)
@@ -73,13 +73,13 @@ def latency_report(bundle: str, cases: Sequence[LatencyCase], *, runs: int = 3, 
     """`loading`: see `LLM`."""
     llm = LLM(bundle, device=device, progress=loading)
     prepared = _prepare(llm)
-    warm = LatencyCase(1, 8, 4)
-    measure(llm, warm, 1)
+    rng = random.Random(0)
+    measure(llm, LatencyCase(1, 8, 4), 1, rng)
     results = []
     steps = _step_facts(llm)
     for case in cases:
         progress(case)
-        result = measure(llm, case, runs)
+        result = measure(llm, case, runs, rng)
         between = result["inter_token_latency"]
         if steps is not None and between:
             context = min(case.prompt_tokens + case.output_tokens // 2, llm.engine.max_tokens - 1)
