@@ -48,8 +48,16 @@ def compiler_fingerprint(kind: str) -> Facts:
 
 def difference(here: Facts, there: Facts) -> str:
     """The facts in which two fingerprints differ, in words: "threads 2 here, 4 there"; "" where they are equal."""
-    return ", ".join(f"{name} {_shown(here, name)} here, {_shown(there, name)} there"
-                     for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name))
+    return ", ".join(_difference(name, here, there) for name in sorted(here.keys() | there.keys())
+                     if here.get(name) != there.get(name))
+
+
+def _difference(name: str, here: Facts, there: Facts) -> str:
+    own, other = here.get(name), there.get(name)
+    if own and other and isinstance(own, tuple) and isinstance(other, tuple):      # of long lists only what is not in both
+        only = {"here": [one for one in own if one not in other], "there": [one for one in other if one not in own]}
+        return f"{name} " + ", ".join(f"{' '.join(map(str, ones))} only {where}" for where, ones in only.items() if ones)
+    return f"{name} {_shown(here, name)} here, {_shown(there, name)} there"
 
 
 def other_compiler(record: TuningRecord) -> str:

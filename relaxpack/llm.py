@@ -135,6 +135,8 @@ class LLM:
         chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         ids = self.template.encode(prompt) if chat else self.encode(prompt)   # type: ignore[arg-type]
         own = params or self.params(**sampling)
+        if own.n != 1:
+            raise RequestError(f"a stream is one answer, and n is {own.n}: ask `chat` or `generate` for several", "n")
         for completion, text in self.generator.stream([ids], own, continuation=not chat, cancelled=cancelled):
             if text:
                 yield text

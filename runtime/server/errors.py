@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_type_hints
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -83,18 +83,20 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 async def on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    param, message = describe(error.errors(), error.body)
+    fields = get_type_hints(request.scope["endpoint"])["body"].model_fields
+    param, message = describe(error.errors(), error.body, [field.alias or name for name, field in fields.items()])
     return error_response(400, message, param=param)
 
 
-def describe(errors: Iterable[Mapping[str, Any]], body: Any) -> tuple[str | None, str]:
-    """(field, message) of a body that does not fit. Several complaints about one field, as a union makes, become one."""
+def describe(errors: Iterable[Mapping[str, Any]], body: Any, fields: Sequence[str]) -> tuple[str | None, str]:
+    """(field, message) of a body that does not fit. Several complaints about one field, as a union makes, become one.
+    `fields`: those that the body may have."""
     found: dict[str, list[str]] = {}
     for error in errors:
         name = _name(_path(error["loc"][1:], body, absent=error["type"] in ("missing", "extra_forbidden")))
         if error["type"] == "json_invalid":
             return None, f"the body is not valid JSON: {error['ctx']['error']} at character {error['loc'][-1]}"
-        found.setdefault(name, []).append(_complaint(error, name))
+        found.setdefault(name, []).append(_complaint(error, name, fields))
     name = max(found, key=lambda n: len(found[n]) == 1)     # the plainest complaint first
     complaints = list(dict.fromkeys(found[name]))
     if not name:
@@ -121,11 +123,11 @@ def _name(path: list[str | int]) -> str:
     return name.removeprefix(".")
 
 
-def _complaint(error: Mapping[str, Any], name: str) -> str:
+def _complaint(error: Mapping[str, Any], name: str, fields: Sequence[str]) -> str:
     if error["type"] == "missing":
         return "is required and missing"
     if error["type"] == "extra_forbidden":
-        return f"is not a field of this request{_near(name)}"
+        return f"is not a field of this request{_near(name, fields)}"
     message = str(error["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
     if message.startswith("a valid "):
         message = message.replace("a valid ", "a ", 1).replace("a integer", "an integer")
@@ -133,10 +135,6 @@ def _complaint(error: Mapping[str, Any], name: str) -> str:
     return f"must be {message}, got {given[:_SHOWN]}{'...' if len(given) > _SHOWN else ''}"
 
 
-def _near(name: str) -> str:
-    from relaxpack.runtime.server import protocol
-
-    bodies = (protocol.ChatBody, protocol.CompletionBody, protocol.EmbeddingBody)
-    known = {f.alias or field for model in bodies for field, f in model.model_fields.items()}
-    near = difflib.get_close_matches(name.rpartition(".")[2], known, n=2)
+def _near(name: str, fields: Sequence[str]) -> str:
+    near = [] if "." in name else difflib.get_close_matches(name, fields, n=2)      # `fields` are those at the top
     return f": did you mean {' or '.join(near)}?" if near else ": leave it out; /openapi.json lists the fields"

@@ -198,6 +198,11 @@ def test_n_answers_come_by_prompt_and_index():
     assert {c.text for c in done} == {"a b"}
 
 
+def test_a_stream_of_several_answers_is_refused_rather_than_mixed():
+    with pytest.raises(RequestError, match="a stream is one answer, and n is 2: ask `chat` or `generate`"):
+        list(make(lambda text: "a b").stream("x", n=2))
+
+
 def test_logprobs_are_kept():
     done = make(lambda text: "ok").generate("x", logprobs=2)
     assert [entry.token_id for entry in done.logprobs] == done.token_ids

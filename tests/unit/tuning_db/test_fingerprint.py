@@ -44,6 +44,9 @@ def test_differences_in_words() -> None:
     assert difference(CPU, CPU) == ""
     assert difference(CPU, {**CPU, "threads": 4}) == "threads 2 here, 4 there"
     assert difference({**CPU, "features": ()}, CPU) == "features none here, avx2 fma there"
+    newer = {**CPU, "features": ("avx2", "avx512f", "fma")}
+    assert difference(newer, CPU) == "features avx512f only here" and difference(CPU, newer) == "features avx512f only there"
+    assert difference({**CPU, "features": ("avx2", "f16c")}, CPU) == "features f16c only here, fma only there"
     older = {name: COMPILER[name] for name in ("apache-tvm", "kernels")}
     assert difference(COMPILER, older) == "llvm 22 here, nothing there"
     assert "arch sm_80 here, sm_90a there" in difference(SM_80, SM_90)
