@@ -94,6 +94,25 @@ def test_decode_attention(float_kernels: CpuKernels, case: str) -> None:
             np.testing.assert_allclose(y[s], attend(spec, q[s], pages, table[s], 1, length - 1), rtol=1e-5, atol=3e-6)
 
 
+@pytest.mark.parametrize("case", ["gqa", "group3", "window100", "f16", "e4m3"])
+def test_a_row_of_decode_attention_is_the_same_alone_and_in_any_batch(float_kernels: CpuKernels, case: str) -> None:
+    """Bit for bit: sampling with a seed, and preempted sequences that compute their keys and values again, rely on it."""
+    spec = attention_spec(**ATTENTION_CASES[case])
+    kernel = float_kernels.decode_attention(spec)
+    lengths = [200, 5, 129, 256, 64, 128, 180, 1, 97]
+    pages, table = random_pages(spec, lengths)
+    q = np.random.default_rng(5).standard_normal((len(lengths), spec.num_heads * spec.head_dim)).astype("float32")
+
+    def of(rows: list[int]) -> np.ndarray:
+        y, = run(float_kernels, kernel, {"q": q[rows], "pages": pages, "page_table": table[rows], "layer": 1,
+                                         "lengths": np.array(lengths, "int32")[rows]}, {"y": q[rows].shape})
+        return y
+
+    alone = np.concatenate([of([row]) for row in range(len(lengths))])
+    for rows in (list(range(len(lengths))), [0, 1], [2, 3], [8, 7, 6, 5, 4], [3, 0, 2]):
+        np.testing.assert_array_equal(of(rows), alone[rows])
+
+
 def test_decode_attention_of_an_empty_row_is_zero(float_kernels: CpuKernels) -> None:
     spec = attention_spec()
     pages, table = random_pages(spec, [3])

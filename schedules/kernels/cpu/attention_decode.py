@@ -1,7 +1,8 @@
 """Decode attention over pages: one query a sequence, online softmax, each key and value row read once per KV head.
 
-A task is (sequence, KV head, part of the context). Long contexts of few sequences are cut into parts to fill the
-threads; a second step then merges the parts (running maximum, sum, weighted values) into y.
+Long contexts are cut into parts, which are then merged (running maximum, sum, weighted values) into y. A task is one part
+of (sequence, KV head) where these are few, to fill the threads, else all of them. How a context is cut depends on its
+length alone: a row's result is bit for bit the same, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class DecodeTuning:
     keys: int = 64           # of one softmax step
     max_parts: int = 8
     keys_of_part: int = 128  # fewer are not worth a task
-    few_tasks: int = 16      # sequences x KV heads below which the context is cut into parts
-    serial_keys: int = 96    # up to these no threads are started
+    few_tasks: int = 16      # sequences x KV heads below which every part is a task
+    serial_keys: int = 96    # with so few of them, up to these no threads are started
 
 
 def decode_attention(isa: Isa, spec: AttentionSpec, tuning: DecodeTuning = DecodeTuning()) -> Any:
@@ -58,24 +59,40 @@ def decode_attention(isa: Isa, spec: AttentionSpec, tuning: DecodeTuning = Decod
 
     def body(q: Any, pages: Any, page_table: Any, lengths: Any, layer: Expr, y: Any) -> None:
         longest = Registers(1, 1, "int32", T.int32(0))
-        with when(t * i64(kv_heads) < i64(tuning.few_tasks)), loop(t) as s:
+        with loop(t) as s:
             longest[0] = T.max(longest[0], lengths[s])
-        wanted = T.truncdiv(T.Cast("int64", longest[0]) + i64(tuning.keys_of_part - 1), i64(tuning.keys_of_part))
-        parts = hold_index(T.max(minimum(wanted, i64(tuning.max_parts)), i64(1)))
+
+        def parts_of(length: Expr) -> Expr:
+            wanted = T.truncdiv(length + i64(tuning.keys_of_part - 1), i64(tuning.keys_of_part))
+            return T.max(minimum(wanted, i64(tuning.max_parts)), i64(1))
+
+        parts = hold_index(parts_of(T.Cast("int64", longest[0])))
+        few = t * i64(kv_heads) < i64(tuning.few_tasks)
+        split = hold_index(T.Select(few, parts, i64(1)))        # tasks of a sequence and KV head
         # TVM moves allocations to the top: their shapes can only use parameters.
-        kept = T.Select(t * i64(kv_heads) < i64(tuning.few_tasks), t * i64(heads), i64(1))
-        values = T.alloc_buffer((kept, i64(tuning.max_parts), i64(dim)), "float32")
-        state = T.alloc_buffer((kept, i64(tuning.max_parts), i64(2)), "float32")
+        values = T.alloc_buffer((t * i64(heads), i64(tuning.max_parts), i64(dim)), "float32")
+        state = T.alloc_buffer((t * i64(heads), i64(tuning.max_parts), i64(2)), "float32")
 
         def one_task(task: Expr) -> None:
-            part = hold_index(T.truncmod(task, parts))
-            pair = hold_index(T.truncdiv(task, parts))
+            pair = hold_index(T.truncdiv(task, split))
+            with loop(T.truncdiv(parts, split)) as one:
+                one_part(pair, hold_index(T.truncmod(task, split) + one))
+            with when(T.And(split == i64(1), parts > i64(1))), loop(group) as g:
+                merge(T.truncdiv(pair, i64(kv_heads)), T.truncmod(pair, i64(kv_heads)) * i64(group) + g)
+
+        def merge(seq: Expr, head: Expr) -> None:
+            own = hold_index(parts_of(T.Cast("int64", lengths[seq])))
+            with when(own > i64(1)):
+                _merge(seq, head, own, values, state, y, heads, dim, pieces)
+
+        def one_part(pair: Expr, part: Expr) -> None:
             seq = hold_index(T.truncdiv(pair, i64(kv_heads)))
             kv_head = hold_index(T.truncmod(pair, i64(kv_heads)))
             length = hold_index(T.Cast("int64", lengths[seq]))
+            own = hold_index(parts_of(length))
             first = hold_index(T.max(length - i64(spec.window), i64(0))) if spec.window is not None else i64(0)
             steps = T.truncdiv(length - first + i64(step_keys - 1), i64(step_keys))
-            chunk = hold_index(T.truncdiv(steps + parts - i64(1), parts) * i64(step_keys))
+            chunk = hold_index(T.truncdiv(steps + own - i64(1), own) * i64(step_keys))
             begin = hold_index(first + part * chunk)
             end = hold_index(minimum(begin + chunk, length))
 
@@ -135,21 +152,21 @@ def decode_attention(isa: Isa, spec: AttentionSpec, tuning: DecodeTuning = Decod
                         store(y, load(acc, g, i64(at), lanes=n) * splat(inverse, n), seq,
                               (kv_head * i64(group) + g) * i64(dim) + i64(at), lanes=n)
 
-            either(parts > i64(1), keep, finish)
+            with when(part < own):
+                either(own > i64(1), keep, finish)
 
         def serial() -> None:
-            with loop(t * i64(kv_heads)) as task:
+            with loop(t * i64(kv_heads) * split) as task:
                 one_task(task)
 
         def threads() -> None:
-            with parallel(t * i64(kv_heads) * parts) as task:
+            with parallel(t * i64(kv_heads) * split) as task:
                 one_task(task)
 
-        # `longest` is 0 where tasks are many. Starting the threads costs as much as attending to a few keys.
-        keys = t * T.Cast("int64", longest[0])
-        either(T.And(keys > i64(0), keys <= i64(tuning.serial_keys)), serial, threads)
-        with when(parts > i64(1)), loop(t * i64(heads)) as row:
-            _merge(row, parts, values, state, y, heads, dim, pieces)
+        # Starting the threads costs as much as attending to a few keys.
+        either(T.And(few, t * T.Cast("int64", longest[0]) <= i64(tuning.serial_keys)), serial, threads)
+        with when(split > i64(1)), loop(t) as s, loop(heads) as head:
+            merge(s, head)
 
     return build(params, body)
 
@@ -189,9 +206,10 @@ def softmax_step(isa: Isa, keys: int, scores: Any, row: Expr, top: Any, mass: An
         store(acc, load(acc, row, i64(at), lanes=n) * splat(shrink, n), row, i64(at), lanes=n)
 
 
-def _merge(row: Expr, parts: Expr, values: Any, state: Any, y: Any, heads: int, dim: int,
+def _merge(seq: Expr, head: Expr, parts: Expr, values: Any, state: Any, y: Any, heads: int, dim: int,
            pieces: list[tuple[int, int]]) -> None:
-    """y[row] = sum over parts of exp(top - largest top) * values, divided by the same sum of masses."""
+    """y of one head = sum over parts of exp(top - largest top) * values, divided by the same sum of masses."""
+    row, column = hold_index(seq * i64(heads) + head), hold_index(head * i64(dim))
     top, mass = Registers(1, 1), Registers(1, 1)
     total = T.alloc_buffer((i64(dim),), "float32")
     top[0] = T.float32(LOWEST)
@@ -207,7 +225,5 @@ def _merge(row: Expr, parts: Expr, values: Any, state: Any, y: Any, heads: int, 
             store(total, fma(splat(share, n), load(values, row, part, i64(at), lanes=n), load(total, i64(at), lanes=n)),
                   i64(at), lanes=n)
     inverse = hold(T.float32(1) / T.max(mass[0], T.float32(1e-30)), 1)
-    seq = T.bind(T.truncdiv(row, i64(heads)))
-    column = T.bind(T.truncmod(row, i64(heads)) * i64(dim))
     for at, n in pieces:
         store(y, load(total, i64(at), lanes=n) * splat(inverse, n), seq, column + i64(at), lanes=n)
