@@ -24,4 +24,5 @@ def test_the_page_can_be_followed(smollm2: Callable[[str], Path], tmp_path: Path
         exec(compile("\n" * (text[:start].count("\n") + 1) + block, str(PAGE), "exec", dont_inherit=True), names)
     printed = capsys.readouterr().out
     assert "were there already" in printed and "but the context holds" in printed
+    assert len(names["both"]) == 2 and all(names["both"])       # type: ignore[arg-type]
     assert names["vectors"].shape == (2, 576) and names["mean"].shape == (128,)     # type: ignore[attr-defined]

@@ -59,6 +59,18 @@ def test_a_call_in_a_whole_answer(chat):
     assert call["function"]["name"] == "get_weather" and json.loads(call["function"]["arguments"]) == {"city": "Žilina"}
 
 
+def test_a_cut_answer_with_calls_says_so_in_both_modes(chat):
+    tokens = chat.answer("two", tools=[WEATHER, TIME])["usage"]["completion_tokens"]
+    [choice] = chat.answer("two", tools=[WEATHER, TIME], max_tokens=tokens - 25)["choices"]
+    first, second = (call["function"] for call in choice["message"]["tool_calls"])
+    assert choice["finish_reason"] == "length" and json.loads(first["arguments"]) == {"city": "Žilina"}
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(second["arguments"])
+    chunks = chat.chunks("two", tools=[WEATHER, TIME], max_tokens=tokens - 25)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert [call["arguments"] for call in joined(chunks)[1]] == [first["arguments"], second["arguments"]]
+
+
 def test_calls_are_streamed_in_parts(chat):
     chunks = chat.chunks("two", tools=[WEATHER, TIME])
     text, calls = joined(chunks)
