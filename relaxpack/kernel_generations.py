@@ -12,7 +12,7 @@ from __future__ import annotations
 from relaxpack.tuning_record import Facts, Workload
 
 GENERATIONS = {
-    "cpu.linear_quantized": 1, "cpu.linear_float": 1, "cpu.decode_attention": 1, "cpu.prefill_attention": 1, "cpu.norm": 1,
+    "cpu.linear_quantized": 1, "cpu.linear_float": 1, "cpu.decode_attention": 2, "cpu.prefill_attention": 1, "cpu.norm": 1,
     "cpu.rope_append": 1,
     "cuda.linear": 3, "cuda.linear_quantized": 4, "cuda.linear_quantized_few": 5, "cuda.norm": 2,
     "cuda.decode_attention": 2, "cuda.prefill_attention": 4, "cuda.rope_append_attention": 2, "cuda.rope_append": 2,
