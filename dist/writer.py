@@ -21,7 +21,7 @@ from relaxpack.dist.integrity import check_member_name, sha256_stream
 from relaxpack.dist.manifest import MANIFEST, Manifest, Member, TargetEntry
 from relaxpack.dist.params import ParamsReader, ParamsWriter, TargetParams
 from relaxpack.dist.store import SINGLE_FILE_SUFFIX, FolderStore, open_store, write_single_file
-from relaxpack.errors import BundleError, EnvironmentProblem
+from relaxpack.errors import BundleError, DestinationError, EnvironmentProblem
 
 _SPARE_BYTES = 16 << 20   # left free on the disk
 
@@ -195,9 +195,9 @@ class BundleWriter:
 
 
 def check_destination(path: Path, force: bool) -> None:
-    """Raise BundleError where a bundle must not be written. Commands call it before any work."""
+    """Raise DestinationError where a bundle must not be written. Commands call it before any work."""
     def refuse(why: str) -> NoReturn:
-        raise BundleError(f"{path} {why}")
+        raise DestinationError(f"{path} {why}")
 
     try:
         exists = path.exists() or path.is_symlink()
@@ -222,7 +222,7 @@ def _check_parent(path: Path) -> None:
     """Raise where nothing can be made at `path`."""
     folder = next(folder for folder in Path(os.path.abspath(path)).parents if folder.exists())
     if not folder.is_dir():
-        raise BundleError(f"{path} cannot be made: {folder} is a file; choose another -o path")
+        raise DestinationError(f"{path} cannot be made: {folder} is a file; choose another -o path")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise EnvironmentProblem(f"cannot write {path}: {folder} is not writable; choose another -o path")
 

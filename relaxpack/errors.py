@@ -81,6 +81,12 @@ class TargetMismatchError(BundleError):
     pass
 
 
+class DestinationError(BundleError):
+    """A bundle must not be written where it was asked for; nothing is wrong with any bundle."""
+
+    exit_code = UsageError.exit_code
+
+
 class EnvironmentProblem(RelaxpackError):
     exit_code = 6
 

@@ -9,6 +9,7 @@ import pytest
 
 import relaxpack.cli as cli
 from relaxpack import errors
+from tests.helpers.bundles import write_bundle
 
 PAGE = Path(__file__).parents[3] / "docs" / "exit_codes.md"
 
@@ -30,3 +31,17 @@ def test_a_bundle_that_is_not_there(command: list[str], tmp_path: Path, monkeypa
     assert cli.run(command) == errors.BundleError.exit_code
     assert capsys.readouterr().err == ("relaxpack: no.bundle does not exist; build a bundle with: relaxpack build MODEL -o "
                                        "no.bundle\n")
+
+
+@pytest.mark.parametrize(("output", "words"), [
+    ("there.bundle", "exists; pass --force"), ("some", "is not a bundle"), (".", "you stand in"),
+    ("some/file/x.bundle", "is a file")])
+def test_an_output_that_is_not_written_is_a_mistake_of_the_command_line(
+        output: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    write_bundle(tmp_path / "there.bundle")
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["build", "smollm2", "-o", output]) == errors.UsageError.exit_code
+    assert words in capsys.readouterr().err
