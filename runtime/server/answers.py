@@ -86,6 +86,7 @@ class ChatOutput:
     want_logprobs: bool
     parser: ToolCallParser | None = None
     parallel_calls: bool = True
+    streamed: bool = False      # log-probabilities have gone out then, and with many likely tokens they are large
     text: str = ""
     logprobs: list[Json] = field(default_factory=list)
     finish_reason: str | None = None
@@ -96,7 +97,7 @@ class ChatOutput:
         parser = ToolCallParser(job.tool_format) if job.tool_format is not None else None
         if parser is not None and job.tool_start:
             parser.add(job.tool_start)
-        return cls(index, tokenizer, job.params.logprobs is not None, parser, job.parallel_calls)
+        return cls(index, tokenizer, job.params.logprobs is not None, parser, job.parallel_calls, job.stream)
 
     def begin(self) -> list[Json]:
         return [self._choice({"role": "assistant", "content": ""})]
@@ -104,7 +105,8 @@ class ChatOutput:
     def add(self, piece: Piece) -> list[Json]:
         deltas = self._deltas(piece)
         entries = [self._entry(entry) for entry in piece.logprobs]
-        self.logprobs += entries
+        if not self.streamed:
+            self.logprobs += entries
         if entries and not deltas:
             deltas = [{"content": ""}]      # text is held back; the log-probabilities are not
         choices = [self._choice(delta) for delta in deltas]
@@ -166,6 +168,7 @@ class CompletionOutput:
     prompt_ids: Sequence[int] = ()
     prompt_logprobs: Callable[[], Sequence[TokenLogprobs]] = tuple
     special_in_echo: bool = False
+    streamed: bool = False
     text: str = ""
     finish_reason: str | None = None
     _offset: int = 0
@@ -178,7 +181,7 @@ class CompletionOutput:
         number = index // job.params.n
         request = job.streams[number].request
         return cls(index, tokenizer, job.params.logprobs is not None, job.echo[number] if job.echo else None, job.echo_only,
-                   request.prompt_ids, lambda: request.prompt_logprobs, job.special_in_echo)
+                   request.prompt_ids, lambda: request.prompt_logprobs, job.special_in_echo, job.stream)
 
     def begin(self) -> list[Json]:
         return []
@@ -200,7 +203,7 @@ class CompletionOutput:
             for entry in piece.logprobs if logprobs is not None else ():
                 self._row(logprobs, self._written, entry.token_id, entry.logprob, entry.top)
         self.text += text
-        if logprobs is not None:
+        if logprobs is not None and not self.streamed:
             for name, column in logprobs.items():
                 self._logprobs[name] += column
         self.finish_reason = piece.finish_reason

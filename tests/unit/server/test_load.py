@@ -10,8 +10,10 @@ import threading
 import httpx
 
 from relaxpack.runtime.sampling_params import SamplingParams
+from relaxpack.runtime.server.answers import ChatOutput, CompletionOutput
 from relaxpack.runtime.server.serve import background
 from relaxpack.runtime.server.stream import merged
+from relaxpack.runtime.server.translate import Job
 from tests.helpers.server import gate_of, hash_model
 from tests.helpers.waiting import DEADLINE, eventually
 
@@ -105,3 +107,17 @@ def test_tokens_of_several_prompts_wait_merged():
         pieces = asyncio.run(main())
     assert sum(len(piece.token_ids) for _, piece in pieces) == 180
     assert len(pieces) <= 3 * 4     # one of each was read before, one is under way, and the rest is in one
+
+
+def test_a_stream_keeps_no_log_probabilities_that_have_gone_out():
+    """Twenty likely tokens of each token are kilobytes, and an answer may be as long as the context."""
+    model = hash_model()
+    with model.engine:
+        for stream in (True, False):
+            job = Job([[1, 2]], SamplingParams(max_tokens=30, logprobs=20), stream, False, False, "").submit(model)
+            outputs = [kind.of(0, job, model.tokenizer) for kind in (ChatOutput, CompletionOutput)]
+            for piece in job.streams[0]:
+                for output in outputs:
+                    output.add(piece)
+            chat, completion = (output.whole()["logprobs"] for output in outputs)
+            assert len(chat["content"]) == len(completion["tokens"]) == (0 if stream else 30)
