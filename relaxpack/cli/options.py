@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -19,6 +20,14 @@ bundle_argument = click.argument("bundle", metavar="BUNDLE")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]),
                              help="Kind of target to run; by default the best one of the bundle that fits.")
+
+
+class Seconds(click.FloatRange):
+    """A range alone lets infinity and NaN through, which no timer takes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        return seconds if math.isfinite(seconds) else self.fail(f"{seconds} is no number of seconds", param, ctx)
 
 
 class Location(click.ParamType):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from relaxpack.cli.options import bundle_argument, device_option, existing_bundle
+from relaxpack.cli.options import Seconds, bundle_argument, device_option, existing_bundle
 from relaxpack.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
               help="Requests in work; more are answered 429.")
 @click.option("--max-body-mib", type=click.IntRange(1), default=8, show_default=True, metavar="N",
               help="Largest request body, in MiB.")
-@click.option("--request-timeout", type=click.FloatRange(0), default=600.0, show_default=True, metavar="SECONDS",
+@click.option("--request-timeout", type=Seconds(0), default=600.0, show_default=True, metavar="SECONDS",
               help="For a whole answer; 0 is no limit.")
-@click.option("--drain-timeout", type=click.FloatRange(0), default=30.0, show_default=True, metavar="SECONDS",
+@click.option("--drain-timeout", type=Seconds(0), default=30.0, show_default=True, metavar="SECONDS",
               help="For running answers after SIGTERM.")
 @click.option("--allow-origin", "allow_origins", multiple=True, metavar="ORIGIN",
               help="Let web pages of this origin use the API; repeatable.")

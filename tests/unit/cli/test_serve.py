@@ -42,7 +42,8 @@ def test_keys_come_from_options_or_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [["--port", "99999"], ["--max-concurrent", "0"], ["--max-body-mib", "none"],
-                                       ["--drain-timeout", "-1"]])
+                                       ["--drain-timeout", "-1"], ["--drain-timeout", "inf"],
+                                       ["--request-timeout", "nan"]])
 def test_values_out_of_range(capsys, tmp_path, arguments):
     assert run(["serve", str(tmp_path), *arguments]) == 2
     assert arguments[0] in capsys.readouterr().err
