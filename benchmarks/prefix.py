@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from server_process import ended_by_signals
+
 from relaxpack.bench.client import LoadClient
 from relaxpack.bench.load import served_bundle
 from relaxpack.bench.report import environment
@@ -65,6 +67,7 @@ def over_http(bundle: str, shared: int, rounds: int) -> list[dict[str, float]]:
     return found
 
 
+@ended_by_signals()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", required=True)

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from server_process import ended_by_signals
+
 from relaxpack.bench.client import LoadClient
 from relaxpack.bench.load import run_load, served_bundle
 from relaxpack.bench.report import ServiceLevel, environment, summary
@@ -41,6 +43,7 @@ def load_average(busy: bool) -> float:
     return found
 
 
+@ended_by_signals()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", required=True)

@@ -30,7 +30,7 @@ from typing import Any
 
 from cpu_peers import gguf_path
 from serve import load_average, measure
-from server_process import ServerFailed, running
+from server_process import ServerFailed, ended_by_signals, running
 
 from relaxpack.bench.load import served_bundle
 from relaxpack.bench.report import environment
@@ -50,6 +50,7 @@ def version(binary: Path) -> str:
     return " ".join((done.stdout + done.stderr).split()[:6])
 
 
+@ended_by_signals()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", required=True)

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from server_process import ended_by_signals
+
 from relaxpack.bench.load import served_bundle
 from relaxpack.bench.report import environment
 
@@ -72,6 +74,7 @@ def metrics(url: str) -> dict[str, float]:
             (line.rpartition(" ") for line in lines if not line.startswith("#"))}
 
 
+@ended_by_signals()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", required=True)
