@@ -331,6 +331,8 @@ def test_a_large_answer_may_take_longer_than_a_reader_that_sleeps():
     size = 14 << 20
     with background(hash_model(), Limits(write_seconds=1.0)) as server, socket.socket() as slow:
         server.server.config.app.add_route("/large", lambda request: Response(bytes(size)))
+        for listener in server.server.servers[0].sockets:       # or the kernel takes megabytes at a time, and then long none
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         host, port = server.url.removeprefix("http://").split(":")
         slow.connect((host, int(port)))
