@@ -33,6 +33,6 @@ def kernels_of(workload: Workload) -> str:
         if told["family"] == "cuda.linear" and int(told["spec"]["weight"]["bits"]) < 16:
             few = 8 < int(told["spec"].get("max_rows") or 0) <= 192
             return "cuda.linear_quantized_few" if few else "cuda.linear_quantized"
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         pass
     return workload.family

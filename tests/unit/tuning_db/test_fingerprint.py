@@ -86,6 +86,14 @@ def test_matmuls_of_quantised_weights_on_a_gpu_have_numbers_of_their_own(monkeyp
         assert for_workload(COMPILER, work) == {**COMPILER, "kernels": GENERATIONS["cuda.linear"]}
 
 
+@pytest.mark.parametrize("spec", ["[]", '{"weight": 4}', '{"weight": {"bits": 1e999}}',
+                                  '{"weight": {"bits": 4}, "max_rows": [9]}', '{"weight": {"bits": 4}, "max_rows": 1e999}'])
+def test_a_matmul_that_nobody_can_have_measured_is_one_of_all(spec: str) -> None:
+    text = f'{{"family": "cuda.linear", "spec": {spec}}}'
+    workload = Workload("kernel", "x", hashlib.sha256(text.encode()).hexdigest(), text)
+    assert for_workload(COMPILER, workload) == {**COMPILER, "kernels": GENERATIONS["cuda.linear"]}
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "no JSON", '{"family": ["cpu.norm"]}'])
 def test_a_strange_workload_is_of_no_family_that_has_a_generation(text: str) -> None:
     """Whoever may push records would else make every listing fail."""
