@@ -20,6 +20,7 @@ from relaxpack.cli.db.common import this_machine
 from relaxpack.compile import BuildOptions
 from relaxpack.dist.bundle import Bundle
 from relaxpack.dist.tuning.store import open_store
+from relaxpack.kernel_generations import for_workload
 from relaxpack.target import parse_target
 from relaxpack.tuning.tasks import extract_tasks
 from relaxpack.tuning_record import TuningRecord
@@ -38,7 +39,8 @@ def _tuned(checkpoint: Path) -> list[TuningRecord]:
     for task in extract_tasks(checkpoint, parse_target("cpu"), BuildOptions(**OPTIONS)):
         choice = next(task.part.space.all(), None) if task.part is not None else None
         if choice is not None:
-            records.append(replace(record(target=target, compiler=compiler, bucket=task.bucket, parameters=choice),
+            facts = for_workload(compiler, task.workload)
+            records.append(replace(record(target=target, compiler=facts, bucket=task.bucket, parameters=choice),
                                    workload=task.workload))
     return records
 
