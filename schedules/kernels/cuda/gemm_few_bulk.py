@@ -1,7 +1,8 @@
-"""Matmul y[t, N] = x[t, K] W[N, K]^T for 4-bit, 8-bit and fp8 weights and 9 to 64 rows on Hopper: the sums of
-gemm_rows_quant.py (exact codes on mma.m16n8k16, scales applied to the float32 sums of each group), but a producer warp
-brings weights and x by TMA through one ring of stages, so neither waits for products and x is read once per block. One
-thread takes 60 to 70 cycles for each copy it asks for; up to three warps, the `feeders`, share that.
+"""Matmul y[t, N] = x[t, K] W[N, K]^T for 4-bit, 8-bit and fp8 weights and 9 rows or more, up to 64 a block, on Hopper: the
+sums of gemm_rows_quant.py (exact codes on mma.m16n8k16, scales applied to the float32 sums of each group; stored minimums as
+minimums_product.py says), but a producer warp brings weights and x by TMA through one ring of stages, so neither waits for
+products and x is read once per block. One thread takes 60 to 70 cycles for each copy it asks for; up to three warps, the
+`feeders`, share that.
 
 The warps of a block are `groups` times `warps`: a group takes every groups-th stage of K, its warps own `strips` blocks of
 16 weight rows each. Barriers are per stage, so a warp meets others only at the end, where groups, and the `split` blocks of

@@ -54,7 +54,8 @@ class RowsProduct:
     minimums and takes away the 16 that 4-bit codes then have too much."""
 
     def __init__(self, F: Any, NT: int, dtype: str, K: int, exact: bool, apart: bool = False) -> None:
-        MMA, shifted = mma_name(dtype), sixteen(dtype)
+        MMA = mma_name(dtype)
+        shifted = sixteen(dtype) if apart and F.weight.bits == 4 else None
         stored, wide, one, decode = F.stored, F.wide, F.one, F.decode
 
         @T.inline
@@ -95,7 +96,7 @@ class RowsProduct:
             """Into strip `s` of `acc`; the chunk's codes from c[o], its scales and minimums from sc[so], mn[so]."""
             for p in T.unroll(F.steps):
                 for e in T.unroll(4):               # e: row g + 8 * (e % 2), pair e // 2 of the step
-                    if apart and F.weight.bits == 4:
+                    if shifted is not None:
                         shifted(a, p * 4 + e, c[o + j * 2 + e % 2], F.step(p, d) * 2 + e // 2)
                     else:
                         decode(a, p * 4 + e, 8, F.pair(c, o, j, e % 2, F.step(p, d) * 2 + e // 2),
